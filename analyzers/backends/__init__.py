@@ -1,0 +1,96 @@
+"""What a device is and can do: one YAML file a device, read by codegen and strategies alike."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import field
+from importlib import resources
+from typing import Literal
+
+from analyzers.documents import document, from_data
+from analyzers.errors import InputError
+
+Origin = Literal["spec", "measured", "note", "uncertain", "default"]
+
+
+@document
+class Fact:
+    """A number with its origin; `source` says where a reader can check it."""
+
+    value: float
+    origin: Origin
+    source: str
+
+
+@document
+class KnownFault:
+    """A configuration that a compiler version is known to get wrong."""
+
+    triton: str
+    """Version range, e.g. `>=3.6,<3.8`."""
+    condition: dict[str, int | str]
+    """Configuration values that together trigger it, e.g. `{"block_k": 32, "num_warps": 4}`."""
+    reason: str
+
+
+@document
+class TritonTarget:
+    """How Triton compiles for the device, and the limits that a kernel must keep."""
+
+    backend: Literal["cuda", "hip", "npu"]
+    arch: int | str
+    warp_size: int
+    num_warps: list[int]
+    """Allowed values; empty where the backend takes none."""
+    shared_memory_bytes: int
+    max_grid: list[int]
+    """Largest grid in x, y, z."""
+    max_grid_product: int | None = None
+    min_dot: int = 16
+    tensor_memory_columns: int | None = None
+    input_precision: list[str] = field(default_factory=lambda: ["ieee", "tf32"])
+    pointer_style: Literal["pointer", "block_pointer"] = "pointer"
+    known_faults: list[KnownFault] = field(default_factory=list)
+
+
+@document
+class Backend:
+    name: str
+    title: str
+    device_type: str
+    """As `torch.accelerator` names it: `cpu`, `cuda`, `npu`."""
+    status: Literal["verified", "cross-compiled", "declared"]
+    memory_gib: Fact
+    reserved_gib: Fact
+    """Taken by driver, runtime and communication library before the first tensor."""
+    memory_gbps: Fact
+    """GB/s (1e9 bytes), read plus written."""
+    matmul_tflops: dict[str, Fact]
+    """Achievable dense rate by dtype (`bfloat16`, `float32`)."""
+    launch_overhead_us: Fact
+    training_dtype: Literal["bfloat16", "float32"]
+    triton: TritonTarget | None
+    """None where Triton has no compiler for the device; kernels are then proved in the
+    interpreter and the device runs the operator's plain torch form."""
+    native: dict[str, str]
+    """Operator name -> what serves it natively there."""
+    notes: list[str] = field(default_factory=list)
+
+
+def backend_names() -> list[str]:
+    folder = resources.files("analyzers.backends")
+    return sorted(
+        f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml")
+    )
+
+
+@functools.cache
+def load_backend(name: str) -> Backend:
+    """The backend of that name. Raises InputError that lists the known ones."""
+    import yaml
+
+    if name not in backend_names():
+        known = ", ".join(backend_names())
+        raise InputError("backend", fault=f"'{name}' is not known", fix=f"one of: {known}")
+    text = (resources.files("analyzers.backends") / f"{name}.yaml").read_text(encoding="utf-8")
+    return from_data(Backend, yaml.safe_load(text), f"analyzers/backends/{name}.yaml")

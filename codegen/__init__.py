@@ -1,0 +1,1 @@
+"""ModelAnalysis + Backend -> OperatorMap, KernelSet."""

@@ -1,0 +1,1 @@
+"""Plan + KernelSet + data -> trained adapter, ValidationReport."""

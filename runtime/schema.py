@@ -1,0 +1,47 @@
+"""ValidationReport (`validation.json`) and one line of `train/metrics.jsonl`."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any, Literal
+
+from analyzers.documents import document
+
+
+@document
+class Check:
+    """One proof: what was measured, what was expected, and how far apart they may be."""
+
+    name: str
+    passed: bool
+    measured: Any
+    expected: Any
+    tolerance: float | None
+    detail: str
+
+
+@document
+class ValidationReport:
+    version: Literal[1] = 1
+    passed: bool
+    device: str
+    world_size: int
+    kept: list[str] = field(default_factory=list)
+    not_kept: list[str] = field(default_factory=list)
+    checks: list[Check]
+
+
+@document
+class StepMetrics:
+    step: int
+    loss: float
+    """Mean over the tokens of the global batch that carry a label."""
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    """Tokens with a label, over all ranks."""
+    step_seconds: float
+    tokens_per_second_per_device: float
+    peak_memory_gib: float
+    tokens_per_expert: list[list[int]]
+    """One row a layer with experts, summed over ranks."""

@@ -1,0 +1,1 @@
+"""ModelAnalysis + Cluster + Job -> Plan."""

@@ -1,0 +1,158 @@
+"""Job (`job.json`) and Plan (`plan.json`)."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Literal
+
+from analyzers.documents import document
+
+LoraTarget = Literal["attention", "routed_experts", "shared_experts", "dense", "latent_projection"]
+
+
+@document
+class Lora:
+    rank: int = 8
+    alpha: float = 16.0
+    targets: list[LoraTarget] = field(default_factory=lambda: ["attention", "routed_experts"])
+
+
+@document
+class Optimizer:
+    """AdamW."""
+
+    learning_rate: float = 2e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    epsilon: float = 1e-8
+    warmup_steps: int = 5
+    max_grad_norm: float = 1.0
+
+
+@document
+class Job:
+    """What the user wants trained; written by the command line, read by every later stage."""
+
+    version: Literal[1] = 1
+    model: str
+    """Absolute path of the model folder."""
+    cluster: str
+    """Absolute path of the topology file."""
+    backend: str
+    """Name of the backend that kernels are made for."""
+    data: str | None = None
+    """Absolute path of a JSONL file; None plans and proves without training."""
+    lora: Lora = field(default_factory=Lora)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    steps: int = 60
+    sequence_length: int = 4096
+    global_batch_size: int | None = None
+    """Sequences a step over all devices; None takes one micro-batch a device."""
+    checkpoint_every: int = 20
+    seed: int = 0
+
+
+@document
+class Parallelism:
+    """pp * dp_replicate * fsdp * tp = world_size; efsdp = fsdp * tp / ep; cp divides fsdp."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    fsdp: int = 1
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    efsdp: int = 1
+
+
+@document
+class Capacity:
+    """Limit on the tokens of an expert; `factor` None is drop-free."""
+
+    factor: float | None = None
+    overflow: Literal["none", "drop", "reroute"] = "none"
+
+
+@document
+class Memory:
+    """GiB on the fullest device, by part; `peak` is their sum with `reserved`."""
+
+    peak: float
+    frozen_weights: float
+    adapters: float
+    gradients: float
+    optimizer: float
+    unsharded_blocks: float
+    activations: float
+    logits: float
+    dispatch: float
+    reserved: float
+    capacity: float
+    """What the device has."""
+
+
+@document
+class StepTime:
+    """Seconds of one optimizer step, by part; overlapped time is not counted twice."""
+
+    compute: float
+    all_gather: float
+    reduce_scatter: float
+    all_to_all: float
+    optimizer: float
+    overhead: float
+
+
+@document
+class Predicted:
+    step_seconds: float
+    step: StepTime
+    tokens_per_second_per_device: float
+    memory_gib: Memory
+    oom_probability: float
+    lower_bound_seconds: float
+    optimality_gap: float
+    """(step_seconds - lower_bound_seconds) / step_seconds of the search; 0 when exhaustive."""
+
+
+@document
+class Alternative:
+    why: str
+    parallelism: Parallelism
+    micro_batch_size: int
+    activation_checkpointing: str
+    step_seconds: float
+    memory_gib: float
+
+
+@document
+class Twin:
+    """Set on a plan that proves a larger one on fewer devices."""
+
+    of_world_size: int
+    kept: list[str]
+    not_kept: list[str]
+
+
+@document
+class Plan:
+    version: Literal[1] = 1
+    cluster: str
+    world_size: int
+    parallelism: Parallelism
+    micro_batch_size: int
+    sequence_length: int
+    gradient_accumulation: int
+    activation_checkpointing: Literal["none", "full"]
+    reshard_after_forward: bool
+    expert_weight_format: Literal["bf16", "fp32", "mxfp4"]
+    compute_dtype: Literal["bfloat16", "float32"]
+    dispatcher: Literal["none", "all_to_all", "all_gather"]
+    capacity: Capacity = field(default_factory=Capacity)
+    predicted: Predicted
+    alternatives: list[Alternative] = field(default_factory=list)
+    rejected: dict[str, int] = field(default_factory=dict)
+    explanation: list[str] = field(default_factory=list)
+    origins: dict[str, str] = field(default_factory=dict)
+    """Where the rates came from: quantity -> `spec`, `measured`, `note`, `default`."""
+    twin: Twin | None = None
