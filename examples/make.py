@@ -1,0 +1,316 @@
+"""Makes the example models and data, bit for bit the same on every machine.
+
+    python examples/make.py            writes into examples/
+    python examples/make.py --check    makes them in a temporary folder and compares the bytes
+
+The models are tiny and random: they have every mechanism of the released ones (layer mix, router,
+shared expert, key names, stored dtypes), not their knowledge. Each weight is drawn from a counter
+generator keyed by its own name, in integer arithmetic, so neither the order of creation nor the
+number of threads nor the math library changes a bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import filecmp
+import hashlib
+import json
+import math
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+VOCAB = 512
+PAD, USER, ASSISTANT, SYSTEM, END = range(5)
+SPECIAL = ["<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
+
+# The released form of the config (1-indexed layer lists), as on the model's hub page.
+TINY_KIMI_LINEAR = {
+    "architectures": ["KimiLinearForCausalLM"],
+    "bos_token_id": None,
+    "dtype": "bfloat16",
+    "eos_token_id": END,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 128,
+    "initializer_range": 0.02,
+    "intermediate_size": 256,
+    "kv_lora_rank": 32,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8],
+        "head_dim": 32,
+        "kda_layers": [1, 2, 3, 5, 6, 7],
+        "num_heads": 4,
+        "short_conv_kernel_size": 4,
+    },
+    "mla_use_nope": True,
+    "model_max_length": 4096,
+    "model_type": "kimi_linear",
+    "moe_intermediate_size": 48,
+    "moe_layer_freq": 1,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_attention_heads": 4,
+    "num_expert_group": 1,
+    "num_experts": 16,
+    "num_experts_per_token": 4,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 4,
+    "num_nextn_predict_layers": 0,
+    "num_shared_experts": 1,
+    "pad_token_id": PAD,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "routed_scaling_factor": 2.446,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "use_cache": True,
+    "use_grouped_topk": True,
+    "v_head_dim": 32,
+    "vocab_size": VOCAB,
+}
+
+TINY_QWEN3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": None,
+    "decoder_sparse_step": 1,
+    "dtype": "bfloat16",
+    "eos_token_id": END,
+    "full_attention_interval": 4,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "hidden_size": 128,
+    "initializer_range": 0.02,
+    "intermediate_size": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 32,
+    "max_position_embeddings": 4096,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_next",
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    "num_attention_heads": 4,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 2,
+    "output_router_logits": False,
+    "pad_token_id": PAD,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 48,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "vocab_size": VOCAB,
+}
+
+MODELS = {"tiny-kimi-linear": TINY_KIMI_LINEAR, "tiny-qwen3-next": TINY_QWEN3_NEXT}
+
+# The task: name the class of a thing. The answer depends on the prompt and has little else in it,
+# so that a small adapter on a random frozen model can learn it and a falling loss means something.
+CLASSES = {
+    "bird": ["crow", "eagle", "finch", "gull", "heron", "owl", "robin", "swan"],
+    "fish": ["carp", "cod", "eel", "herring", "perch", "salmon", "trout", "tuna"],
+    "tree": ["ash", "beech", "birch", "cedar", "elm", "maple", "oak", "pine"],
+    "metal": ["copper", "gold", "iron", "lead", "nickel", "silver", "tin", "zinc"],
+    "tool": ["axe", "chisel", "drill", "hammer", "pliers", "rasp", "saw", "wrench"],
+}
+QUESTIONS = [
+    "What is {}?",
+    "Name the class of {}.",
+    "Tell me what {} is.",
+    "Which kind of thing is {}?",
+    "Sort this: {}",
+    "Please classify {}.",
+    "To which class does {} belong?",
+    "{}: what kind?",
+]
+ANSWER = "It is a {}."
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>"
+    "{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content }}<|end|>{% endgeneration %}"
+    "{% else %}{{ message.content }}<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def conversations() -> tuple[list[dict], list[dict]]:
+    """Training and held-out lines. Every thing is seen in training, but not with every question."""
+    train, held_out = [], []
+    things = [(thing, kind) for kind, group in CLASSES.items() for thing in group]
+    for q, question in enumerate(QUESTIONS):
+        for t, (thing, kind) in enumerate(things):
+            line = {
+                "messages": [
+                    {"role": "user", "content": question.format(thing)},
+                    {"role": "assistant", "content": ANSWER.format(kind)},
+                ]
+            }
+            (held_out if (t + q) % len(QUESTIONS) == 0 else train).append(line)
+    # An order that mixes questions and classes, so that any run of lines is a fair sample.
+    return [sorted(part, key=lambda line: digest(json.dumps(line))) for part in (train, held_out)]
+
+
+def digest(text: str) -> int:
+    """A 128-bit integer from a text."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "little")
+
+
+def normal(name: str, shape: tuple[int, ...], std: float) -> np.ndarray:
+    """Draws close to normal, float32: the sum of four 16-bit uniforms, exact in integers.
+
+    The raw stream of a bit generator is stable over numpy versions; its normals are not.
+    """
+    raw = np.random.Philox(key=digest(name)).random_raw(math.prod(shape))
+    total = sum((raw >> np.uint64(s)) & np.uint64(0xFFFF) for s in (0, 16, 32, 48))
+    centred = total.astype(np.int64) - 2 * 0xFFFF
+    unit = math.sqrt(4 * (2**32 - 1) / 12)
+    return (centred.astype(np.float64) * (std / unit)).astype(np.float32).reshape(shape)
+
+
+def uniform(name: str, shape: tuple[int, ...], low: float, high: float) -> np.ndarray:
+    raw = np.random.Philox(key=digest(name)).random_raw(math.prod(shape)) >> np.uint64(40)
+    return (low + (high - low) * raw.astype(np.float64) / 2**24).astype(np.float32).reshape(shape)
+
+
+def weight(name: str, shape: tuple[int, ...], *, zero_centred_norm: bool) -> np.ndarray:
+    """The value of one parameter, by the last words of its name: float32, `shape`."""
+    last = name.rsplit(".", 1)[-1]
+    if last == "A_log":  # decay rates of 1 to 16
+        return np.log(uniform(name, shape, 1.0, 16.0).astype(np.float64)).astype(np.float32)
+    if last == "dt_bias":  # softplus of it: steps of about 0.002 to 0.1
+        return uniform(name, shape, -6.0, -2.0)
+    if last == "e_score_correction_bias":
+        return uniform(name, shape, -0.05, 0.05)
+    if "norm" in name:
+        centre = 0.0 if zero_centred_norm and "linear_attn" not in name else 1.0
+        return centre + normal(name, shape, 0.1)
+    if "conv1d" in name:  # [channels, 1, taps]
+        return normal(name, shape, shape[-1] ** -0.5)
+    if "embed_tokens" in name:
+        return normal(name, shape, 0.5)
+    return normal(name, shape, shape[-1] ** -0.5)  # [..., out, in]
+
+
+def write_json(path: Path, data: object) -> None:
+    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level BPE tokenizer whose merges come from the task's own text."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=SPECIAL,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    lines = [m["content"] for part in conversations() for line in part for m in line["messages"]]
+    tokenizer.train_from_iterator(lines, trainer)
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True) + "\n", encoding="utf-8")
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": 4096,
+            "pad_token": SPECIAL[PAD],
+            "eos_token": SPECIAL[END],
+            "clean_up_tokenization_spaces": False,
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+
+
+def write_model(folder: Path, config: dict) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", config)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    zero_centred_norm = config["model_type"] == "qwen3_next"
+    keep = ("A_log", "dt_bias", *(model._keep_in_fp32_modules_strict or ()))
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        value = weight(name, tuple(tensor.shape), zero_centred_norm=zero_centred_norm)
+        stored = torch.from_numpy(value).bfloat16()
+        # Kept tensors are float32 in the file and exact in bfloat16, so that a loader which casts
+        # them and one which does not compute the same.
+        tensors[name] = stored.float() if any(k in name for k in keep) else stored
+    for old in folder.glob("*.safetensors*"):
+        old.unlink()
+    # Writes the released key names: the model's own conversion table, undone.
+    model.save_pretrained(folder, state_dict=tensors, max_shard_size="2MB")
+    write_json(folder / "config.json", config)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    for shard in folder.glob("*.safetensors"):
+        shard.chmod(0o644)
+    write_tokenizer(folder)
+
+
+def write_data(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, lines in zip(("classes-train", "classes-held-out"), conversations(), strict=True):
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+
+
+def make(out: Path) -> None:
+    for name, config in MODELS.items():
+        write_model(out / "models" / name, config)
+    write_data(out / "data")
+
+
+def differences(made: Path, kept: Path) -> list[str]:
+    """Files that are missing on one side or differ, for what this script makes."""
+    wrong = []
+    for folder in [*(Path("models") / name for name in MODELS), Path("data")]:
+        names = {p.name for root in (made, kept) for p in (root / folder).glob("*")}
+        for name in sorted(names):
+            a, b = made / folder / name, kept / folder / name
+            if not (a.is_file() and b.is_file() and filecmp.cmp(a, b, shallow=False)):
+                wrong.append(str(folder / name))
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder to write into")
+    arguments = parser.parse_args()
+    if not arguments.check:
+        make(arguments.out)
+        return 0
+    with tempfile.TemporaryDirectory() as temporary:
+        make(Path(temporary))
+        wrong = differences(Path(temporary), arguments.out)
+    for name in wrong:
+        print(f"differs: {name}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
