@@ -1,0 +1,265 @@
+"""Reads what a folder of safetensors holds without trusting it and without reading the weights.
+
+Only headers are read. Every length is bounded before it is used, every offset is checked against
+the file, and every path must stay in the folder. The format is the one of
+https://github.com/huggingface/safetensors#format, checked as strictly as its own reader does, so
+that what passes here also opens there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from analyzers.errors import InputError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+MAX_DIM = 2**48
+
+# Width in bits of each stored dtype, by its safetensors name.
+DTYPE_BITS = {
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    **dict.fromkeys(
+        ("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8
+    ),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+}
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+NOT_WEIGHTS = {
+    "training_args.bin",
+    "optimizer.pt",
+    "optimizer.bin",
+    "scheduler.pt",
+    "rng_state.pth",
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies. `begin` and `end` are byte offsets from the start of the file."""
+
+    name: str
+    dtype: str
+    """As safetensors names it: `BF16`, `F32`, `U8`, ..."""
+    shape: tuple[int, ...]
+    shard: Path
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    folder: Path
+    tensors: dict[str, TensorInfo]
+    shards: tuple[Path, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors.values())
+
+    @property
+    def formats(self) -> dict[str, int]:
+        """Bytes by stored dtype, largest first."""
+        total: dict[str, int] = {}
+        for t in self.tensors.values():
+            total[t.dtype] = total.get(t.dtype, 0) + t.nbytes
+        return dict(sorted(total.items(), key=lambda item: (-item[1], item[0])))
+
+
+def open_checkpoint(folder: str | Path) -> CheckpointFolder | None:
+    """The tensors of a model folder, from its safetensors headers; None when it has no weights.
+
+    Raises InputError for anything that is cut, inconsistent, unsafe or not safetensors.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise InputError(folder, fault="no such folder", fix="give the folder of a model")
+    # The order in which transformers looks: the single file wins over an index.
+    if _exists(folder / SINGLE):
+        shard = _inside(folder, SINGLE, where=folder / SINGLE)
+        return CheckpointFolder(folder, read_header(shard), (shard,))
+    if _exists(folder / INDEX):
+        return _open_sharded(folder)
+    _refuse_other_formats(folder)
+    return None
+
+
+def read_header(shard: Path) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file, in the order of their offsets.
+
+    Raises InputError that names the file when it is cut, inconsistent or claims absurd lengths.
+    """
+    size = shard.stat().st_size
+    if size < 8:
+        raise _damaged(shard, "header", f"the file is cut: {size} bytes, the length alone needs 8")
+    with shard.open("rb") as f:
+        length = int.from_bytes(f.read(8), "little")
+        if length > MAX_HEADER_BYTES:
+            fault = f"claims a header of {length} bytes, more than {MAX_HEADER_BYTES}"
+            raise _damaged(shard, "header", fault)
+        if length > size - 8:
+            fault = f"the file is cut: a header of {length} bytes in a file of {size}"
+            raise _damaged(shard, "header", fault)
+        header = parse_json(f.read(length), shard, "header")
+    header.pop("__metadata__", None)
+
+    data = 8 + length
+    tensors = [_tensor(name, entry, shard, data, size) for name, entry in header.items()]
+    tensors.sort(key=lambda t: (t.begin, t.end))
+    reached = data
+    for t in tensors:
+        if t.begin != reached:
+            what = (
+                "overlaps the tensor before it" if t.begin < reached else "leaves a gap before it"
+            )
+            raise _damaged(shard, t.name, what)
+        reached = t.end
+    if reached != size:
+        raise _damaged(shard, "header", f"{size - reached} bytes at the end belong to no tensor")
+    return {t.name: t for t in tensors}
+
+
+def parse_json(raw: bytes, where: Path, field: str | None = None) -> dict[str, Any]:
+    """A JSON object in which no key occurs twice. Raises InputError for everything else."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a key occurs twice")
+        return found
+
+    try:
+        found = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as e:
+        fault = "nested too deeply" if isinstance(e, RecursionError) else f"broken JSON: {e}"
+        raise InputError(where, field=field, fault=fault, fix=_AGAIN) from e
+    if not isinstance(found, dict):
+        raise InputError(where, field=field, fault="is not a JSON object", fix=_AGAIN)
+    return found
+
+
+_AGAIN = "download or save the file again"
+
+
+def _damaged(where: Path, field: str, fault: str) -> InputError:
+    return InputError(where, field=_shown(field), fault=fault, fix=_AGAIN)
+
+
+def _shown(name: str) -> str:
+    """A name from a file as it may stand in a message: one line, printable, not too long."""
+    return (name if name.isprintable() else ascii(name))[:120]
+
+
+def _tensor(name: str, entry: Any, shard: Path, data: int, size: int) -> TensorInfo:
+    """Checks one entry of a header; `data` is where the tensors begin in a file of `size` bytes."""
+
+    def require(condition: bool, fault: str) -> None:
+        if not condition:
+            raise _damaged(shard, name, fault)
+
+    def natural(value: Any) -> bool:
+        return type(value) is int and 0 <= value < 2**63
+
+    require(isinstance(entry, dict), "is not a JSON object")
+    require(set(entry) == {"dtype", "shape", "data_offsets"}, "needs dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    require(isinstance(dtype, str) and dtype in DTYPE_BITS, f"has the unknown dtype {dtype!a:.40}")
+    require(isinstance(shape, list) and all(map(natural, shape)), "has a broken shape")
+    require(
+        isinstance(offsets, list) and len(offsets) == 2 and all(map(natural, offsets)),
+        "has broken data_offsets",
+    )
+    begin, end = offsets
+    require(begin <= end, f"ends at {end}, before its begin {begin}")
+    require(data + end <= size, f"ends {data + end - size} bytes after the end of the file")
+    bits = DTYPE_BITS[dtype]
+    for n in shape:
+        bits *= n
+        require(bits < MAX_DIM * 64, "has an absurd shape")
+    require(bits == 8 * (end - begin), f"{dtype} {shape} does not fill {end - begin} bytes")
+    return TensorInfo(name, dtype, tuple(shape), shard, data + begin, data + end)
+
+
+def _open_sharded(folder: Path) -> CheckpointFolder:
+    index = _inside(folder, INDEX, where=folder / INDEX)
+    if index.stat().st_size > MAX_HEADER_BYTES:
+        raise InputError(index, fault=f"is larger than {MAX_HEADER_BYTES} bytes", fix=_AGAIN)
+    weight_map = parse_json(index.read_bytes(), index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        fault = "is missing, empty or not a JSON object"
+        raise InputError(index, field="weight_map", fault=fault, fix=_AGAIN)
+
+    shards: dict[str, dict[str, TensorInfo]] = {}
+    tensors: dict[str, TensorInfo] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str):
+            raise _damaged(index, f"weight_map.{name}", "is not a file name")
+        if file not in shards:
+            shards[file] = read_header(
+                _inside(folder, file, where=index, field=f"weight_map.{name}")
+            )
+        if name not in shards[file]:
+            raise _damaged(
+                index, f"weight_map.{name}", f"{_shown(file)} has no tensor of that name"
+            )
+        tensors[name] = shards[file][name]
+    return CheckpointFolder(folder, tensors, tuple(folder / file for file in sorted(shards)))
+
+
+def _exists(path: Path) -> bool:
+    return os.path.lexists(path)
+
+
+def _inside(folder: Path, name: str, *, where: Path, field: str | None = None) -> Path:
+    """`folder / name` when that is a plain file in the folder itself, also after symbolic links."""
+
+    def refuse(fault: str, fix: str) -> InputError:
+        return InputError(where, field=_shown(field) if field else None, fault=fault, fix=fix)
+
+    plain = name and name not in (".", "..") and not any(c in name for c in "/\\\0")
+    if not plain:
+        raise refuse(f"'{_shown(name)}' leaves the folder", "name a file of the folder itself")
+    if not name.endswith((".safetensors", ".json")):
+        raise refuse(f"'{_shown(name)}' is not a safetensors file", "convert the weights")
+    path = folder / name
+    try:
+        resolved = path.resolve(strict=True)
+    except (OSError, RuntimeError, ValueError) as e:  # missing, a loop of links, not encodable
+        raise refuse(f"{_shown(name)} is missing", "download it again") from e
+    if resolved.parent != folder.resolve():
+        fault = f"{_shown(name)} is a link out of the folder"
+        raise refuse(fault, "replace the link by the file itself")
+    if not resolved.is_file():
+        raise refuse(f"{_shown(name)} is not a file", "download it again")
+    return path
+
+
+def _refuse_other_formats(folder: Path) -> None:
+    """Raises InputError when the folder has weights, but none that can be read safely."""
+
+    def named(*patterns: str) -> list[str]:
+        found = {p.name for pattern in patterns for p in folder.glob(pattern)}
+        return sorted(found - NOT_WEIGHTS)
+
+    if shards := named("*.safetensors"):
+        fault = f"has {_shown(shards[0])} but neither {SINGLE} nor {INDEX}"
+        raise InputError(folder, fault=fault, fix=f"download {INDEX} too")
+    if pickles := named(*PICKLES):
+        raise InputError(
+            folder / pickles[0],
+            fault="pickle weights can run code when they are read and are not accepted",
+            fix="convert them to safetensors with save_pretrained",
+        )

@@ -1,0 +1,135 @@
+"""Configs and models: the product's own classes beside those of transformers.
+
+A model that transformers lacks is written in transformers' form in a package here and registered
+with its Auto classes, so that everything else treats it like any other.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from analyzers.checkpoint import parse_json
+from analyzers.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+MAX_CONFIG_BYTES = 10_000_000
+
+
+def load_config(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The config of a model folder, as the class of its `model_type`.
+
+    Code in the folder is imported only with `trust_remote_code`. Raises InputError when there is no
+    folder, no config, broken JSON, a value that the class refuses, or a type that nothing builds.
+    """
+    folder = Path(folder)
+    data = read_config(folder)
+    path = folder / "config.json"
+
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    register_own_models()
+    model_type = data.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        fix = "use a transformers model folder, whose config names its type"
+        raise InputError(path, field="model_type", fault="is missing or not a name", fix=fix)
+    own_code = "AutoConfig" in (data.get("auto_map") or {})
+    if model_type not in CONFIG_MAPPING and not (own_code and trust_remote_code):
+        raise _nothing_builds(path, model_type, own_code)
+    try:
+        if model_type in CONFIG_MAPPING:
+            return CONFIG_MAPPING[model_type].from_dict(data)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
+    except Exception as e:  # config classes raise anything, from TypeError to their own errors
+        first = str(e).strip().partition("\n")[0] or type(e).__name__
+        fault = f"is refused by the class of '{model_type}': {first:.300}"
+        raise InputError(path, fault=fault, fix="correct the value") from e
+
+
+def build_on_meta(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The model of a config with every parameter on the meta device: shapes, no memory.
+
+    `dtype` defaults to the config's. Raises InputError when no class builds the config.
+    """
+    import torch
+    from transformers import initialization
+
+    register_own_models()
+    where = getattr(config, "_name_or_path", "") or "config.json"
+    cls = model_class(config)
+    if cls is None:
+        raise _nothing_builds(where, config.model_type, own_code=False)
+    kwargs = {} if dtype is None else {"dtype": dtype}
+    try:
+        with torch.device("meta"), initialization.no_init_weights():
+            return cls._from_config(config, **kwargs)
+    except Exception as e:  # model classes raise anything on values that do not go together
+        first = str(e).strip().partition("\n")[0] or type(e).__name__
+        fault = f"{cls.__name__} cannot be built: {first:.300}"
+        raise InputError(where, fault=fault, fix="correct the config's values") from e
+
+
+def model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """The class that builds `config`: the one that it names, else one with a language-model head."""
+    from transformers.models.auto import modeling_auto
+
+    found: list[type[PreTrainedModel]] = []
+    for mapping in (
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        modeling_auto.MODEL_MAPPING,
+    ):
+        if type(config) in mapping:
+            classes = mapping[type(config)]
+            found += classes if isinstance(classes, (list, tuple)) else [classes]
+    named = config.architectures or []
+    return next((c for c in found if c.__name__ in named), found[0] if found else None)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """`config.json` as plain data. Raises InputError when it is not there or not a JSON object."""
+    path = folder / "config.json"
+    if not folder.is_dir():
+        fault = "is a file" if folder.exists() else "no such folder"
+        raise InputError(folder, fault=fault, fix="give the folder of a model")
+    if not path.is_file():
+        fix = "give a folder with a transformers config.json"
+        raise InputError(folder, fault="has no config.json", fix=fix)
+    if path.stat().st_size > MAX_CONFIG_BYTES:
+        raise InputError(path, fault=f"is larger than {MAX_CONFIG_BYTES} bytes")
+    return parse_json(path.read_bytes(), path)
+
+
+@functools.cache
+def register_own_models() -> None:
+    """Registers the classes of this package with transformers' Auto classes, once."""
+    from importlib.util import find_spec
+
+    if find_spec("analyzers.models.kimi_k3"):
+        from analyzers.models import kimi_k3
+
+        kimi_k3.register()
+
+
+def _nothing_builds(where: str | Path, model_type: str, own_code: bool) -> InputError:
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    near = difflib.get_close_matches(model_type, list(CONFIG_MAPPING), n=1, cutoff=0.85)
+    ways = ["a transformers release that has it"]
+    if own_code:
+        ways.append("the folder's own code with --trust-remote-code")
+    ways.append("a class under analyzers/models/")
+    return InputError(
+        where,
+        field="model_type",
+        fault=f"nothing here builds '{model_type:.60}' with transformers {transformers.__version__}"
+        + (f", did you mean '{near[0]}'?" if near else ""),
+        fix=f"what would: {'; '.join(ways)}",
+    )
