@@ -1,0 +1,463 @@
+"""The text model of Kimi-K3 (arXiv 2607.24653), built on transformers' Kimi-Linear.
+
+What differs from Kimi-Linear: a bounded forget gate, a full-rank output gate, gated latent attention,
+experts in a latent space with SiTU-GLU, and attention residuals over blocks of layers.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.integrations import use_experts_implementation, use_kernelized_func
+from transformers.integrations.accelerate import force_accelerate_hooks
+from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.kimi_linear.modeling_kimi_linear import (
+    KimiLinearAttention,
+    KimiLinearDeltaAttention,
+    KimiLinearForCausalLM,
+    KimiLinearForgetGate,
+    KimiLinearPreTrainedModel,
+    KimiLinearRMSNorm,
+    KimiLinearTopkRouter,
+    apply_mask_to_padding_states,
+    causal_conv1d_fn,
+    causal_conv1d_update,
+    chunk_kimi_delta_attention,
+    eager_attention_forward,
+    recurrent_kimi_delta_attention,
+)
+from transformers.utils import logging
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from analyzers.models.kimi_k3.configuration_kimi_k3 import KimiK3TextConfig
+
+logger = logging.get_logger(__name__)
+
+
+def situ_glu(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: float) -> torch.Tensor:
+    """`beta tanh(gate / beta) sigmoid(gate) * linear_beta tanh(up / linear_beta)`, in float32."""
+    dtype, gate, up = gate.dtype, gate.float(), up.float()
+    gate = beta * torch.tanh(gate / beta) * torch.sigmoid(gate)
+    return (gate * linear_beta * torch.tanh(up / linear_beta)).to(dtype)
+
+
+def block_attention_residual(
+    hidden_states: torch.Tensor | None,
+    bank: torch.Tensor,
+    norm_weight: torch.Tensor,
+    proj_weight: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """`sum_j softmax_j(w . RMSNorm(v_j)) v_j` over the block starts and the running sum, in float32.
+
+    `hidden_states` [B, T, D] is the running sum of the block (None at its start), `bank` [B, T, M, D]
+    the starts of the blocks so far, `norm_weight` [D], `proj_weight` [1, D]. Returns [B, T, D].
+    """
+    if hidden_states is not None:
+        bank = torch.cat([bank, hidden_states.unsqueeze(2)], dim=2)
+    values = bank.float()
+    scores = (values * (norm_weight.float() * proj_weight.float())).sum(-1)
+    scores = scores * torch.rsqrt(values.pow(2).mean(-1) + eps)
+    return (scores.softmax(-1).unsqueeze(-1) * values).sum(2).to(bank.dtype)
+
+
+class KimiK3AttentionResidual(nn.Module):
+    """One site of the block attention residuals: `norm_weight` [D], `proj_weight` [1, D]."""
+
+    def __init__(self, config: KimiK3TextConfig):
+        super().__init__()
+        self.norm_weight = nn.Parameter(torch.ones(config.hidden_size))
+        self.proj_weight = nn.Parameter(torch.empty(1, config.hidden_size))
+        self.eps = config.rms_norm_eps
+
+    def forward(self, hidden_states: torch.Tensor | None, bank: torch.Tensor) -> torch.Tensor:
+        return block_attention_residual(
+            hidden_states, bank, self.norm_weight, self.proj_weight, self.eps
+        )
+
+
+class KimiK3ForgetGate(KimiLinearForgetGate):
+    """Log decay [B, T, H, K], float32: `lower_bound * sigmoid(exp(A_log) * (f + dt_bias))`."""
+
+    def __init__(self, config: KimiK3TextConfig):
+        super().__init__(config)
+        self.lower_bound = config.linear_lower_bound
+        self.A_log = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        f = self.f_b_proj(self.f_a_proj(hidden_states)).float() + self.dt_bias.float()
+        f = f.unflatten(-1, (-1, self.head_dim))
+        decay_rate = self.A_log.float().exp().unsqueeze(-1)
+        if self.lower_bound is None:
+            return -decay_rate * nn.functional.softplus(f)
+        return self.lower_bound * torch.sigmoid(decay_rate * f)
+
+
+@use_kernelized_func(
+    [chunk_kimi_delta_attention, recurrent_kimi_delta_attention, causal_conv1d_fn, causal_conv1d_update]
+)
+class KimiK3DeltaAttention(KimiLinearDeltaAttention):
+    """Kimi delta attention with a bounded forget gate and a full-rank output gate."""
+
+    def __init__(self, config: KimiK3TextConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.activation = "silu"  # of the short convolution; config.hidden_act is the MLPs'
+        self.forget_gate = KimiK3ForgetGate(config)
+        self.full_rank_gate = config.linear_full_rank_gate
+        if self.full_rank_gate:
+            del self.g_a_proj, self.g_b_proj
+            self.g_proj = nn.Linear(self.hidden_size, self.qkv_dim, bias=False)
+
+    @force_accelerate_hooks("conv1d")
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        cache: Cache | None = None,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        hidden_states = apply_mask_to_padding_states(hidden_states, attention_mask)
+        batch_size, seq_len = hidden_states.shape[:2]
+        hidden_shape = (batch_size, seq_len, -1, self.head_dim)
+
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        mixed_qkv = torch.cat([proj(hidden_states) for proj in projections], dim=-1).transpose(1, 2)
+        conv_state = recurrent_state = None
+        if cache is not None:
+            conv_state = cache.get_conv_state(self.layer_idx, state_idx=0)
+            recurrent_state = cache.get_recurrent_state(self.layer_idx, state_idx=0)
+        weight = self.conv1d.weight.squeeze(1)
+        if conv_state is not None and seq_len == 1:
+            mixed_qkv = causal_conv1d_update(
+                mixed_qkv, conv_state, weight=weight, bias=None, activation=self.activation
+            )
+        else:
+            if cache is not None:
+                mixed_qkv = cache.update_conv_state(
+                    mixed_qkv, self.layer_idx, conv_kernel_size=self.conv_kernel_size
+                )
+            mixed_qkv = causal_conv1d_fn(
+                mixed_qkv, weight=weight, bias=None, activation=self.activation, **kwargs
+            )[:, :, -seq_len:]
+        query, key, value = (x.reshape(hidden_shape) for x in mixed_qkv.transpose(1, 2).chunk(3, dim=-1))
+
+        one_token = recurrent_state is not None and seq_len == 1
+        delta_rule = recurrent_kimi_delta_attention if one_token else chunk_kimi_delta_attention
+        output, recurrent_state = delta_rule(
+            query,
+            key,
+            value,
+            g=self.forget_gate(hidden_states),
+            beta=torch.sigmoid(self.b_proj(hidden_states).float()),
+            initial_state=recurrent_state,
+            output_final_state=cache is not None,
+            use_qk_l2norm_in_kernel=True,
+            **kwargs,
+        )
+        if cache is not None:
+            cache.update_recurrent_state(recurrent_state.float(), self.layer_idx)
+
+        if self.full_rank_gate:
+            gate = self.g_proj(hidden_states)
+        else:
+            gate = self.g_b_proj(self.g_a_proj(hidden_states))
+        output = self.o_norm(output, gate.view(hidden_shape)).reshape(batch_size, seq_len, -1)
+        return self.o_proj(output)
+
+
+class KimiK3Attention(KimiLinearAttention):
+    """Multi-head latent attention without positions, its output gated by `sigmoid(g_proj(x))`."""
+
+    def __init__(self, config: KimiK3TextConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.g_proj = None
+        if config.mla_use_output_gate:
+            self.g_proj = nn.Linear(self.hidden_size, self.num_heads * self.v_head_dim, bias=False)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        cache: Cache | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        batch_size, seq_length = hidden_states.shape[:-1]
+        if self.q_lora_rank is None:
+            query = self.q_proj(hidden_states)
+        else:
+            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+        query = query.view(batch_size, seq_length, -1, self.qk_head_dim).transpose(1, 2)
+
+        kv_latent, k_shared = torch.split(
+            self.kv_a_proj_with_mqa(hidden_states), [self.kv_lora_rank, self.qk_rope_head_dim], dim=-1
+        )
+        # The cache holds both as single heads: [B, 1, T, width]
+        kv_latent = self.kv_a_layernorm(kv_latent).unsqueeze(1)
+        k_shared = k_shared.unsqueeze(1)
+        if cache is not None:
+            kv_latent, k_shared = cache.update(kv_latent, k_shared, self.layer_idx, kwargs=kwargs)
+        key, value = self.expand_kv(kv_latent, k_shared)
+
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        output, weights = attention_interface(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        output = output.reshape(batch_size, seq_length, -1)
+        if self.g_proj is not None:
+            output = output * torch.sigmoid(self.g_proj(hidden_states))
+        return self.o_proj(output), weights
+
+
+class KimiK3MLP(nn.Module):
+    """SiTU-GLU feed-forward: the dense layers and the shared experts."""
+
+    def __init__(self, config: KimiK3TextConfig, intermediate_size: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, config.hidden_size, bias=False)
+        self.betas = config.activation_situ_beta, config.activation_situ_linear_beta
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(situ_glu(self.gate_proj(x), self.up_proj(x), *self.betas))
+
+
+@use_experts_implementation
+class KimiK3Experts(nn.Module):
+    """The routed experts, in latent width D: `gate_up_proj` [E, 2I, D], `down_proj` [E, D, I]."""
+
+    def __init__(self, config: KimiK3TextConfig):
+        super().__init__()
+        self.num_experts = config.num_local_experts
+        self.hidden_dim = config.routed_expert_hidden_size
+        self.intermediate_dim = config.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(
+            torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim)
+        )
+        self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
+        self.betas = config.activation_situ_beta, config.activation_situ_linear_beta
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return situ_glu(*gate_up.chunk(2, dim=-1), *self.betas)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        output = torch.zeros_like(hidden_states)
+        # An index equal to num_experts marks a token that another rank computes.
+        for expert in top_k_index.unique().tolist():
+            if expert >= self.num_experts:
+                continue
+            token, position = torch.where(top_k_index == expert)
+            gate_up = nn.functional.linear(hidden_states[token], self.gate_up_proj[expert])
+            y = nn.functional.linear(self._apply_gate(gate_up), self.down_proj[expert])
+            y = y * top_k_weights[token, position, None]
+            output.index_add_(0, token, y.to(output.dtype))
+        return output
+
+
+class KimiK3MoE(nn.Module):
+    """Experts in a latent space: the router and the shared experts see the full hidden states."""
+
+    def __init__(self, config: KimiK3TextConfig):
+        super().__init__()
+        hidden, latent = config.hidden_size, config.routed_expert_hidden_size
+        self.gate = KimiLinearTopkRouter(config)
+        self.routed_expert_down_proj = nn.Linear(hidden, latent, bias=False)
+        self.experts = KimiK3Experts(config)
+        self.routed_expert_norm = (
+            KimiLinearRMSNorm(latent, config.rms_norm_eps)
+            if config.latent_moe_use_norm
+            else nn.Identity()
+        )
+        self.routed_expert_up_proj = nn.Linear(latent, hidden, bias=False)
+        self.shared_experts = KimiK3MLP(config, config.moe_intermediate_size * config.n_shared_experts)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        _, weights, indices = self.gate(hidden_states)
+        latent = self.routed_expert_down_proj(hidden_states)
+        routed = self.experts(latent.view(-1, latent.shape[-1]), indices, weights).view(latent.shape)
+        routed = self.routed_expert_up_proj(self.routed_expert_norm(routed))
+        return routed + self.shared_experts(hidden_states)
+
+
+class KimiK3DecoderLayer(GradientCheckpointingLayer):
+    """One layer. It takes and returns the running sum of its block and the bank of block starts."""
+
+    def __init__(self, config: KimiK3TextConfig, layer_idx: int):
+        super().__init__()
+        self.block_type = config.layer_types[layer_idx]
+        self.starts_block = layer_idx % config.attn_res_block_size == 0
+        attention = KimiK3Attention if self.block_type == "full_attention" else KimiK3DeltaAttention
+        self.self_attn = attention(config, layer_idx)
+        sparse = config.mlp_layer_types[layer_idx] == "sparse"
+        self.mlp = KimiK3MoE(config) if sparse else KimiK3MLP(config, config.intermediate_size)
+        self.input_layernorm = KimiLinearRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = KimiLinearRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attention_res = KimiK3AttentionResidual(config)
+        self.mlp_res = KimiK3AttentionResidual(config)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        bank: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        running: torch.Tensor | None = hidden_states
+        if self.starts_block:
+            start = hidden_states.unsqueeze(2)
+            bank = start if bank is None else torch.cat([bank, start], dim=2)
+            running = None
+        assert bank is not None  # layer 0 starts a block
+
+        attended = self.self_attn(
+            hidden_states=self.input_layernorm(self.self_attention_res(running, bank)),
+            attention_mask=attention_mask,
+            cache=cache,
+            **kwargs,
+        )
+        if self.block_type == "full_attention":
+            attended, _ = attended
+        running = attended if running is None else running + attended
+
+        mixed = self.post_attention_layernorm(self.mlp_res(running, bank))
+        return running + self.mlp(mixed), bank
+
+
+class KimiK3PreTrainedModel(KimiLinearPreTrainedModel):
+    config: KimiK3TextConfig
+    _no_split_modules = ["KimiK3DecoderLayer"]
+    _can_record_outputs = {
+        "router_logits": OutputRecorder(KimiLinearTopkRouter, index=0),
+        "hidden_states": KimiK3DecoderLayer,
+        "attentions": KimiK3Attention,
+    }
+    _keep_in_fp32_modules_strict = ["e_score_correction_bias", "gate.weight", "dt_bias", "A_log"]
+    _keys_to_ignore_on_load_unexpected = [r"^vision_tower\.", r"^mm_projector\."]
+
+    def __init__(self, config: KimiK3TextConfig, *args, **kwargs):
+        if config.dsa_config is not None:
+            raise ValueError(
+                "dsa_config: the top-k indexer of Kimi-K3.1-Pro is not implemented; without it the model "
+                "would compute something else"
+            )
+        super().__init__(config, *args, **kwargs)
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if isinstance(module, KimiK3ForgetGate) and module.lower_bound is not None:
+            init.zeros_(module.A_log)  # a steep gate would start saturated at its bounds
+        elif isinstance(module, KimiK3Experts):
+            init.normal_(module.gate_up_proj, mean=0.0, std=self.config.initializer_range)
+            init.normal_(module.down_proj, mean=0.0, std=self.config.initializer_range)
+        elif isinstance(module, KimiK3AttentionResidual):
+            init.ones_(module.norm_weight)
+            init.normal_(module.proj_weight, mean=0.0, std=self.config.initializer_range)
+
+    def _adjust_missing_and_unexpected_keys(self, loading_info) -> None:
+        vision = [k for k in loading_info.unexpected_keys if k.startswith(("vision_tower.", "mm_projector."))]
+        if vision:
+            logger.warning(
+                f"{len(vision)} tensors of the vision tower and its projector are ignored: "
+                f"{type(self).__name__} is text only."
+            )
+        super()._adjust_missing_and_unexpected_keys(loading_info)
+
+
+class KimiK3TextModel(KimiK3PreTrainedModel):
+    def __init__(self, config: KimiK3TextConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList([KimiK3DecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.output_attn_res = KimiK3AttentionResidual(config)
+        self.norm = KimiLinearRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> MoeModelOutputWithPast:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+        if position_ids is None:
+            seen = cache.get_seq_length() if cache is not None else 0
+            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)
+            position_ids = (position_ids + seen).unsqueeze(0)
+
+        masks = attention_mask
+        if not isinstance(masks, dict):
+            mask_kwargs = {
+                "config": self.config,
+                "inputs_embeds": inputs_embeds,
+                "attention_mask": attention_mask,
+                "cache": cache,
+                "position_ids": position_ids,
+            }
+            masks = {
+                "full_attention": create_causal_mask(**mask_kwargs),
+                "linear_attention": create_recurrent_attention_mask(**mask_kwargs),
+            }
+
+        hidden_states, bank = inputs_embeds, None
+        for layer in self.layers:
+            hidden_states, bank = layer(
+                hidden_states,
+                bank,
+                attention_mask=masks[layer.block_type],
+                position_ids=position_ids,
+                cache=cache,
+                use_cache=use_cache,
+                **kwargs,
+            )
+        hidden_states = self.norm(self.output_attn_res(hidden_states, bank))
+        return MoeModelOutputWithPast(last_hidden_state=hidden_states, cache=cache)
+
+
+class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
+    _tied_weights_keys = {}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
+
+    def __init__(self, config: KimiK3TextConfig):
+        super().__init__(config)
+        self.model = KimiK3TextModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    forward = KimiLinearForCausalLM.forward
+
+
+__all__ = ["KimiK3ForCausalLM", "KimiK3PreTrainedModel", "KimiK3TextModel"]
