@@ -1,0 +1,449 @@
+"""The command line: `adapt MODEL --cluster TOPO.yaml`, and one command for each of its stages.
+
+Everything heavy is imported inside the commands, so that help and mistakes answer at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import sys
+import traceback
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from analyzers.errors import AdaptError
+
+if TYPE_CHECKING:
+    from adapter_agent.stages import Context
+
+Until = StrEnum(
+    "Until", ["analyze", "map", "generate", "plan", "review", "validate", "train", "report"]
+)
+Review = StrEnum("Review", ["auto", "ask", "require"])
+
+WAITING = 5
+"""Exit status of a run that stopped for a reviewer."""
+
+
+class _DefaultGroup(TyperGroup):
+    """A group whose first word may be a model folder: then the command `run` is meant."""
+
+    own = frozenset({"--help", "-h", "--version", "--install-completion", "--show-completion"})
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in self.own:
+            word = args[0]
+            if not word.startswith("-") and not os.path.exists(word) and word.isalnum():
+                near = difflib.get_close_matches(word, self.commands, n=1, cutoff=0.6)
+                if near:
+                    ctx.fail(f"no model folder or command '{word}'. Did you mean '{near[0]}'?")
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return ["MODEL --cluster TOPO.yaml [OPTIONS]", "|", "COMMAND [ARGS]..."]
+
+
+def _examples(*lines: str) -> str:
+    """An epilog of lines to copy, kept as they are by click's mark for unwrapped text."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+_TINY = "examples/models/tiny-kimi-linear"
+_TWO_RANKS = "examples/clusters/two-ranks.yaml"
+_DATA = "examples/data/classes-train.jsonl"
+
+app = typer.Typer(
+    cls=_DefaultGroup,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=_examples(
+        f"adapt {_TINY} --cluster {_TWO_RANKS} --data {_DATA}",
+        "adapt plan examples/models/kimi-k3 --cluster examples/clusters/supernode-128.yaml",
+        "adapt doctor",
+    )
+    + "\n\nExit status: 0 done, 1 a bug, 2 bad input, 3 no feasible plan, 4 a proof failed, "
+    "5 waiting for review.",
+)
+cluster_app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Look at a cluster file.",
+    epilog=_examples("adapt cluster show examples/clusters/supernode-128.yaml"),
+)
+app.add_typer(cluster_app, name="cluster")
+
+ModelArg = Annotated[
+    Path, typer.Argument(metavar="MODEL", help="Folder with config.json and safetensors.")
+]
+RunDirArg = Annotated[
+    Path, typer.Argument(metavar="RUN_DIR", help="Run directory that `adapt MODEL` wrote.")
+]
+ClusterOpt = Annotated[
+    Path, typer.Option("--cluster", metavar="TOPO.yaml", help="Description of the cluster.")
+]
+JsonOpt = Annotated[bool, typer.Option("--json", help="Print the result as JSON alone.")]
+QuietOpt = Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")]
+TrustOpt = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run Python code that the model folder brings."),
+]
+SequenceOpt = Annotated[
+    int | None,
+    typer.Option("--sequence-length", min=2, help="Tokens of a sequence; 4096 where it fits."),
+]
+BatchOpt = Annotated[
+    int | None,
+    typer.Option("--global-batch-size", min=1, help="Sequences a step over all devices."),
+]
+RankOpt = Annotated[int | None, typer.Option("--lora-rank", min=1, help="Rank of the adapters.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from adapter_agent import __version__
+
+        typer.echo(f"adapt {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print and leave.")
+    ] = False,
+) -> None:
+    """Adapt a mixture-of-experts model to a cluster: analysis, kernels, plan, proof, LoRA training.
+
+    `adapt MODEL --cluster TOPO.yaml` does everything; the commands do one stage each.
+    """
+
+
+@app.command(
+    epilog=_examples(
+        f"adapt {_TINY} --cluster {_TWO_RANKS} --data {_DATA} --run-dir runs/first",
+        f"adapt {_TINY} --cluster {_TWO_RANKS} --until plan",
+        f"adapt {_TINY} --cluster {_TWO_RANKS} --data {_DATA} --run-dir runs/first --resume",
+    )
+)
+def run(
+    model: ModelArg,
+    cluster: ClusterOpt,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Where to write; runs/<model>-<cluster> by default.")
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="Make kernels for this backend, not the cluster's.")
+    ] = None,
+    until: Annotated[Until | None, typer.Option(help="Stop after this stage.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last finished stage.")
+    ] = False,
+    data: Annotated[
+        Path | None, typer.Option(help="JSONL to train on; without it nothing is trained.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps.")] = None,
+    sequence_length: SequenceOpt = None,
+    global_batch_size: BatchOpt = None,
+    lora_rank: RankOpt = None,
+    review: Annotated[
+        Review, typer.Option(help="Who approves the generated kernels: nobody, you now, or later.")
+    ] = Review.auto,
+    trust_remote_code: TrustOpt = False,
+    as_json: JsonOpt = False,
+    quiet: QuietOpt = False,
+) -> None:
+    """The whole job: analyze, map, generate, plan, review, validate, train, report.
+
+    Every document lands in the run directory. A killed run goes on with the same command and
+    --resume; finished stages are not done twice.
+    """
+    from adapter_agent.job import Options, default_run_directory, new_run
+    from adapter_agent.pipeline import run_pipeline
+    from adapter_agent.terminal import Terminal, stdout_kept_clean
+
+    options = Options(
+        model=model,
+        cluster=cluster,
+        backend=backend,
+        data=data,
+        steps=steps,
+        sequence_length=sequence_length,
+        global_batch_size=global_batch_size,
+        lora_rank=lora_rank,
+        trust_remote_code=trust_remote_code,
+    )
+    terminal = Terminal(quiet=quiet)
+    where = run_dir or default_run_directory(options)
+    with (
+        stdout_kept_clean(),
+        terminal.live(),
+        new_run(options, where, resume=resume, review=review.value, terminal=terminal) as context,
+    ):
+        ending = run_pipeline(context, until=until.value if until else None)
+        result = _result(context, ending)
+    if as_json:
+        _print_json(result)
+    else:
+        for name, stage in result["stages"].items():
+            if stage["state"] != "pending":
+                typer.echo(f"{name:<9} {stage['state']:<8} {stage['note']}")
+        if ending == "waiting":
+            typer.echo(f"waiting for review: adapt review {where} --approve (or --reject)")
+        typer.echo(f"report    {result['report']}" if result["report"] else f"run       {where}")
+    if ending == "waiting":
+        raise typer.Exit(WAITING)
+
+
+@app.command(
+    epilog=_examples(f"adapt analyze {_TINY}", "adapt analyze MODEL --json > analysis.json")
+)
+def analyze(
+    model: ModelArg,
+    trust_remote_code: TrustOpt = False,
+    as_json: JsonOpt = False,
+    quiet: QuietOpt = False,
+) -> None:
+    """What a model is made of: layers, parameters by part, operators and their cost."""
+    from adapter_agent import terminal as t
+    from adapter_agent.job import check_model
+    from analyzers import analyze as analyze_model
+
+    terminal = t.Terminal(quiet=quiet)
+    with t.stdout_kept_clean(), terminal.live():
+        check_model(model, trust_remote_code=trust_remote_code)
+        found = analyze_model(model, trust_remote_code=trust_remote_code, progress=terminal)
+    _print_json_of(found) if as_json else t.show(t.picture_of_analysis(found))
+
+
+@app.command(
+    epilog=_examples(
+        f"adapt kernels {_TINY} --backend cpu",
+        f"adapt kernels {_TINY} --backend h200 --output kernels-h200 --json",
+    )
+)
+def kernels(
+    model: ModelArg,
+    backend: Annotated[str, typer.Option(help="Device to make kernels for, e.g. cpu, h200.")],
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of the package; kernels-<backend> by default.")
+    ] = None,
+    trust_remote_code: TrustOpt = False,
+    as_json: JsonOpt = False,
+    quiet: QuietOpt = False,
+) -> None:
+    """Map the model's operators to a device, generate the kernels it lacks and prove them."""
+    from adapter_agent import terminal as t
+    from adapter_agent.job import check_model
+    from analyzers import analyze as analyze_model
+    from analyzers.backends import load_backend
+    from codegen import generate, map_operators
+
+    terminal = t.Terminal(quiet=quiet)
+    target = load_backend(backend)
+    folder = output or Path(f"kernels-{backend}")
+    with t.stdout_kept_clean(), terminal.live():
+        check_model(model, trust_remote_code=trust_remote_code)
+        found = analyze_model(model, trust_remote_code=trust_remote_code, progress=terminal)
+        operators = map_operators(found, target)
+        made = generate(found, operators, target, folder, progress=terminal)
+    if as_json:
+        _print_json_of(made)
+    else:
+        t.show(t.picture_of_operators(operators), t.picture_of_kernels(made), f"in {folder}")
+
+
+@app.command(
+    epilog=_examples(
+        f"adapt plan {_TINY} --cluster {_TWO_RANKS}",
+        "adapt plan examples/models/kimi-k3 --cluster examples/clusters/supernode-128.yaml --json",
+    )
+)
+def plan(
+    model: ModelArg,
+    cluster: ClusterOpt,
+    sequence_length: SequenceOpt = None,
+    global_batch_size: BatchOpt = None,
+    lora_rank: RankOpt = None,
+    trust_remote_code: TrustOpt = False,
+    as_json: JsonOpt = False,
+    quiet: QuietOpt = False,
+) -> None:
+    """The fastest FSDP2 + expert-parallel plan that fits, with memory and time by part."""
+    from adapter_agent import terminal as t
+    from adapter_agent.job import Options, make_job
+    from analyzers import analyze as analyze_model
+    from strategies import load_cluster, search
+
+    options = Options(
+        model=model,
+        cluster=cluster,
+        sequence_length=sequence_length,
+        global_batch_size=global_batch_size,
+        lora_rank=lora_rank,
+        trust_remote_code=trust_remote_code,
+    )
+    terminal = t.Terminal(quiet=quiet)
+    with t.stdout_kept_clean(), terminal.live():
+        job = make_job(options)
+        found = analyze_model(model, trust_remote_code=trust_remote_code, progress=terminal)
+        terminal("searching plans")
+        best = search(found, load_cluster(cluster), job)
+    _print_json_of(best) if as_json else t.show(t.picture_of_plan(best))
+
+
+@app.command(epilog=_examples("adapt validate runs/first", "adapt validate runs/first --json"))
+def validate(run_dir: RunDirArg, as_json: JsonOpt = False, quiet: QuietOpt = False) -> None:
+    """Prove the plan on the devices that are here: its twin runs a few steps, checks compare."""
+    from adapter_agent import terminal as t
+    from analyzers.documents import read_document
+    from runtime.schema import ValidationReport
+
+    needs = ("analysis.json", "plan.json", "kernels/manifest.json")
+    outcome = _stage(run_dir, "validate", needs, quiet)
+    if outcome.state == "skipped":
+        _print_json({"state": "skipped", "note": outcome.note}) if as_json else typer.echo(
+            f"skipped: {outcome.note}"
+        )
+        return
+    found = read_document(ValidationReport, run_dir / "validation.json")
+    _print_json_of(found) if as_json else t.show(t.picture_of_validation(found))
+    if not found.passed:
+        raise typer.Exit(4)
+
+
+@app.command(epilog=_examples("adapt train runs/first"))
+def train(run_dir: RunDirArg, as_json: JsonOpt = False, quiet: QuietOpt = False) -> None:
+    """LoRA-train by the plan where the cluster's devices are here, else write launch scripts."""
+    needs = ("analysis.json", "plan.json", "kernels/manifest.json")
+    outcome = _stage(run_dir, "train", needs, quiet)
+    result = {"state": outcome.state, "note": outcome.note, "run_dir": str(run_dir)}
+    _print_json(result) if as_json else typer.echo(f"{outcome.state}: {outcome.note}")
+
+
+@app.command(
+    epilog=_examples(
+        "adapt review runs/first",
+        "adapt review runs/first --approve --by ada --why 'read every kernel'",
+        "adapt review runs/first --check",
+    )
+)
+def review(
+    run_dir: RunDirArg,
+    approve: Annotated[bool, typer.Option("--approve", help="Record a yes.")] = False,
+    reject: Annotated[bool, typer.Option("--reject", help="Record a no.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Prove that the kernels are as generated.")
+    ] = False,
+    by: Annotated[str | None, typer.Option(help="Who decides; your login name by default.")] = None,
+    why: Annotated[str, typer.Option(help="The reason, for the record.")] = "",
+) -> None:
+    """Look at the generated kernels and decide, or check that nobody has changed them."""
+    from adapter_agent import review as r
+    from adapter_agent.job import past_run, require_documents
+    from adapter_agent.terminal import Terminal, stdout_kept_clean
+
+    if approve + reject + check > 1:
+        raise typer.BadParameter("choose one of --approve, --reject and --check")
+    with past_run(run_dir, terminal=Terminal(quiet=True)) as context:
+        require_documents(context.run, "kernels/manifest.json", "plan.json")
+        with stdout_kept_clean():
+            if check:
+                text = r.check(context.run)
+            else:
+                r.write_patch(context.run)
+                if approve or reject:
+                    r.write_decision(context.run, approve=approve, by=by, why=why)
+                text = r.summary(context.run)
+    typer.echo(text)
+
+
+@app.command(epilog=_examples("adapt report runs/first"))
+def report(run_dir: RunDirArg) -> None:
+    """Write report.html and report.md again from the documents of a run."""
+    _stage(run_dir, "report", (), True)
+    typer.echo(run_dir / "report.html")
+
+
+@cluster_app.command(
+    "show", epilog=_examples("adapt cluster show examples/clusters/supernode-128.yaml --json")
+)
+def cluster_show(
+    topology: Annotated[Path, typer.Argument(metavar="TOPO.yaml", help="Cluster file.")],
+    as_json: JsonOpt = False,
+) -> None:
+    """The cluster as the planner sees it: devices and tiers."""
+    from adapter_agent import terminal as t
+    from strategies import load_cluster
+
+    found = load_cluster(topology)
+    _print_json_of(found) if as_json else t.show(t.picture_of_cluster(found))
+
+
+@app.command(epilog=_examples("adapt doctor", "adapt doctor --json"))
+def doctor(as_json: JsonOpt = False) -> None:
+    """Versions, devices, compilers and memory here, and what a lack of any of them means."""
+    from adapter_agent.doctor import examine, picture
+    from adapter_agent.terminal import show, stdout_kept_clean
+
+    with stdout_kept_clean():
+        found = examine()
+    _print_json(found) if as_json else show(picture(found))
+
+
+def _stage(run_dir: Path, name: str, needs: tuple[str, ...], quiet: bool) -> Any:
+    """Runs one stage of a run directory now, whether or not it was done before."""
+    from adapter_agent.job import past_run, require_documents
+    from adapter_agent.pipeline import run_stage
+    from adapter_agent.terminal import Terminal, stdout_kept_clean
+
+    terminal = Terminal(quiet=quiet)
+    with stdout_kept_clean(), terminal.live(), past_run(run_dir, terminal=terminal) as context:
+        require_documents(context.run, *needs)
+        return run_stage(context, name)
+
+
+def _result(context: Context, ending: str) -> dict[str, Any]:
+    """What `adapt MODEL --json` prints."""
+    from analyzers.documents import to_data
+
+    record = to_data(context.run.record)
+    page = context.run / "report.html"
+    return {
+        "ending": ending,
+        "run_dir": str(context.run.path),
+        "report": str(page) if page.is_file() else None,
+        "inputs": record["inputs"],
+        "stages": record["stages"],
+    }
+
+
+def _print_json(data: Any) -> None:
+    typer.echo(json.dumps(data, indent=2, ensure_ascii=False))
+
+
+def _print_json_of(document: Any) -> None:
+    from analyzers.documents import to_data
+
+    _print_json(to_data(document))
+
+
+def main() -> None:
+    """Runs `adapt`; turns what a user can cause into one line and its exit status."""
+    try:
+        app()
+    except AdaptError as e:
+        typer.echo(f"error: {e}", err=True)
+        sys.exit(e.exit_status)
+    except Exception as e:
+        traceback.print_exc()
+        typer.echo(f"error: a bug in adapt: {type(e).__name__}: {e}", err=True)
+        sys.exit(1)

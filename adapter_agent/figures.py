@@ -1,0 +1,177 @@
+"""The report's figures as inline SVG. Colours are CSS classes of the page: `c0` ... `c8`, `ink`, `grid`.
+
+Every mark carries a `<title>`, which browsers show on hover and screen readers read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+
+WIDTH = 760
+COLOURS = 9
+
+
+def _svg(height: float, parts: Iterable[str], label: str) -> str:
+    body = "".join(parts)
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(label)}">'
+        f"{body}</svg>"
+    )
+
+
+def _rect(x: float, y: float, w: float, h: float, css: str, title: str, **more: object) -> str:
+    extra = "".join(f' {k.replace("_", "-")}="{v}"' for k, v in more.items())
+    return (
+        f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(w, 0):.2f}" height="{h:.2f}" class="{css}"{extra}>'
+        f"<title>{escape(title)}</title></rect>"
+    )
+
+
+def _text(x: float, y: float, text: str, css: str = "ink", anchor: str = "start") -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" class="{css}" text-anchor="{anchor}">{escape(text)}</text>'
+    )
+
+
+def number(value: float) -> str:
+    """Three significant digits, without an exponent where that reads well."""
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        digits = 3 if value == 0 else max(0, 2 - math.floor(math.log10(abs(value))))
+        text = f"{value:.{digits}f}"
+        return text.rstrip("0").rstrip(".") if "." in text else text
+    return f"{value:.2e}"
+
+
+def stacked_bar(
+    parts: Mapping[str, float], *, whole: float, unit: str, label: str, rest: str = ""
+) -> str:
+    """One bar of `whole`, cut into `parts`; what is left is drawn empty and named `rest`."""
+    shown = {name: value for name, value in parts.items() if value > 0}
+    whole = max(whole, sum(shown.values()))
+    bar, x = [], 0.0
+    for i, (name, value) in enumerate(shown.items()):
+        w = WIDTH * value / whole if whole else 0
+        title = f"{name}: {number(value)} {unit} ({value / whole:.1%})"
+        # Two pixels of background keep neighbours apart for every eye.
+        bar.append(_rect(x, 0, w - 2 if w > 3 else w, 34, f"c{i % COLOURS}", title, rx=2))
+        x += w
+    if rest and x < WIDTH:
+        left = whole - sum(shown.values())
+        bar.append(_rect(x, 0, WIDTH - x, 34, "empty", f"{rest}: {number(left)} {unit}", rx=2))
+    legend, column, row = [], WIDTH / 3, 0
+    entries = [(f"c{i % COLOURS}", n, v) for i, (n, v) in enumerate(shown.items())]
+    if rest and x < WIDTH:
+        entries.append(("empty", rest, whole - sum(shown.values())))
+    for i, (css, name, value) in enumerate(entries):
+        row, at = divmod(i, 3)
+        y = 56 + row * 22
+        legend.append(_rect(at * column, y, 12, 12, css, name, rx=2))
+        legend.append(_text(at * column + 18, y + 10.5, f"{name} {number(value)} {unit}"))
+    return _svg(56 + (row + 1) * 22, bar + legend, label)
+
+
+def _ticks(low: float, high: float, about: int = 5) -> list[float]:
+    span = high - low or 1.0
+    rough = span / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough)
+    first = math.ceil(low / step - 1e-9)
+    return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def line_chart(
+    xs: Sequence[float], ys: Sequence[float], *, x_label: str, y_label: str, label: str
+) -> str:
+    """One line with its first and last value named; the y axis starts at zero."""
+    height, left, bottom, top = 280, 56, 42, 22
+    finite = [y for y in ys if math.isfinite(y)]
+    high = max(finite, default=1.0) * 1.05 or 1.0
+    low_x, high_x = min(xs, default=0), max(xs, default=1)
+
+    def px(x: float) -> float:
+        return left + (WIDTH - left - 16) * (x - low_x) / ((high_x - low_x) or 1)
+
+    def py(y: float) -> float:
+        return height - bottom - (height - bottom - top) * y / high
+
+    parts = []
+    for tick in _ticks(0, high):
+        y = py(tick)
+        parts.append(f'<line x1="{left}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
+        parts.append(_text(left - 8, y + 4, number(tick), "soft", "end"))
+    for tick in _ticks(low_x, high_x, 8):
+        parts.append(_text(px(tick), height - bottom + 18, number(tick), "soft", "middle"))
+    points = [(px(x), py(y), x, y) for x, y in zip(xs, ys, strict=True) if math.isfinite(y)]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _, _ in points)
+    parts.append(f'<polyline points="{path}" class="line"/>')
+    for x, y, step, value in points:
+        title = f"{x_label} {number(step)}: {number(value)}"
+        parts.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" class="dot"><title>{title}</title></circle>'
+        )
+    for (x, y, _, value), anchor in zip(points[:1] + points[-1:], ("start", "end"), strict=False):
+        parts.append(_text(x, y - 10, number(value), "strong", anchor))
+    parts.append(_text(left, 12, y_label, "soft"))
+    parts.append(_text(WIDTH, height - 6, x_label, "soft", "end"))
+    return _svg(height, parts, label)
+
+
+def heat_map(rows: Mapping[str, Sequence[float]], *, column: str, label: str) -> str:
+    """One row a layer; a cell is as dark as its share of the row's largest.
+
+    Rows wider than 128 columns are summed in groups, so that 896 experts still draw.
+    """
+    left, cell_h = 64, 18 if len(rows) <= 24 else 9
+    width = max((len(r) for r in rows.values()), default=1)
+    group = math.ceil(width / 128)
+    parts = []
+    for i, (name, values) in enumerate(rows.items()):
+        cells = [sum(values[j : j + group]) for j in range(0, len(values), group)]
+        mean = sum(cells) / len(cells) if cells else 0
+        largest = max(cells, default=0)
+        w = (WIDTH - left) / max(len(cells), 1)
+        y = i * cell_h
+        if cell_h >= 18 or i % 4 == 0:
+            parts.append(_text(left - 8, y + cell_h * 0.75, name, "soft", "end"))
+        for j, value in enumerate(cells):
+            which = f"{column} {j * group}" + (f"-{j * group + group - 1}" if group > 1 else "")
+            times = f", {value / mean:.2f} x the mean" if mean else ""
+            shade = 0.06 + 0.94 * value / largest if largest else 0.06
+            title = f"{name}, {which}: {number(value)} tokens{times}"
+            gap = 1 if w > 4 else 0
+            parts.append(
+                _rect(
+                    left + j * w, y, w - gap, cell_h - 1, "c0", title, fill_opacity=f"{shade:.3f}"
+                )
+            )
+    foot = len(rows) * cell_h + 16
+    parts.append(_text(left, foot, f"{column} 0", "soft"))
+    parts.append(_text(WIDTH, foot, f"{column} {width - 1}", "soft", "end"))
+    return _svg(foot + 6, parts, label)
+
+
+def layer_strip(layers: Sequence[tuple[str, str]], *, label: str) -> str:
+    """One cell a layer: coloured by its mixer, with a foot by its feed-forward."""
+    mixers = list(dict.fromkeys(mixer for mixer, _ in layers))
+    feeds = list(dict.fromkeys(feed for _, feed in layers))
+    across = min(len(layers), 32) or 1
+    w, h = min(WIDTH / across, 48), 40
+    parts = []
+    for i, (mixer, feed) in enumerate(layers):
+        row, at = divmod(i, across)
+        x, y = at * w, row * (h + 6)
+        title = f"layer {i}: {mixer} + {feed}"
+        parts.append(_rect(x, y, w - 3, 26, f"c{mixers.index(mixer) % COLOURS}", title, rx=3))
+        foot = f"c{(len(mixers) + feeds.index(feed)) % COLOURS}"
+        parts.append(_rect(x, y + 28, w - 3, 8, foot, title, rx=2))
+    y = math.ceil(len(layers) / across) * (h + 6) + 6
+    x = 0.0
+    for i, name in enumerate([*mixers, *feeds]):
+        times = sum(name in layer for layer in layers)
+        text = f"{name} x {times}"
+        parts.append(_rect(x, y, 12, 12, f"c{i % COLOURS}", name, rx=2))
+        parts.append(_text(x + 18, y + 10.5, text))
+        x += 34 + 7.2 * len(text)
+    return _svg(y + 20, parts, label)

@@ -1,0 +1,149 @@
+"""From the command line's options to a checked Job and the record of what the run is made from."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adapter_agent.run_directory import (
+    RunDirectory,
+    existing_run,
+    model_sha256,
+    open_run,
+    sha256_file,
+)
+from adapter_agent.stages import Context, ReviewMode
+from adapter_agent.terminal import Terminal
+from analyzers.documents import read_document, write_document
+from analyzers.errors import InputError
+
+if TYPE_CHECKING:
+    from strategies.schema import Job
+
+LONGEST_DEFAULT_SEQUENCE = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What decides the result of a run. None leaves the default of Job."""
+
+    model: Path
+    cluster: Path
+    backend: str | None = None
+    data: Path | None = None
+    steps: int | None = None
+    sequence_length: int | None = None
+    global_batch_size: int | None = None
+    lora_rank: int | None = None
+    trust_remote_code: bool = False
+
+
+def check_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """The model's config, after the cheap checks: folder, config, headers of the shards."""
+    from analyzers.checkpoint import open_checkpoint
+    from analyzers.models import load_config
+
+    config = load_config(folder, trust_remote_code=trust_remote_code)
+    open_checkpoint(folder)
+    return config
+
+
+def make_job(options: Options) -> Job:
+    """Checks every input and writes the Job out in full. Raises InputError."""
+    from analyzers.backends import load_backend
+    from strategies import load_cluster
+    from strategies.schema import Job, Lora
+
+    config = check_model(options.model, trust_remote_code=options.trust_remote_code)
+    cluster = load_cluster(options.cluster)
+    backend = load_backend(options.backend) if options.backend else cluster.device
+    if options.data is not None:
+        from runtime.data import check_data
+
+        check_data(options.data)
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None) or LONGEST_DEFAULT_SEQUENCE
+    job = Job(
+        model=str(options.model.resolve()),
+        cluster=str(options.cluster.resolve()),
+        backend=backend.name,
+        data=str(options.data.resolve()) if options.data else None,
+        sequence_length=options.sequence_length or min(LONGEST_DEFAULT_SEQUENCE, longest),
+        global_batch_size=options.global_batch_size,
+    )
+    if options.steps is not None:
+        job = replace(job, steps=options.steps)
+    if options.lora_rank is not None:
+        # The usual alpha = 2 * rank keeps the scale of the update when the rank changes.
+        job = replace(job, lora=Lora(rank=options.lora_rank, alpha=2.0 * options.lora_rank))
+    return job
+
+
+def run_inputs(options: Options, job: Job) -> dict[str, Any]:
+    """What two runs must share to be the same run."""
+    return {
+        "model": job.model,
+        "model_sha256": model_sha256(options.model),
+        "cluster": job.cluster,
+        "cluster_sha256": sha256_file(options.cluster),
+        "backend": job.backend,
+        "data": job.data,
+        "data_sha256": sha256_file(options.data) if options.data else None,
+        "steps": job.steps,
+        "sequence_length": job.sequence_length,
+        "global_batch_size": job.global_batch_size,
+        "lora_rank": job.lora.rank,
+        "trust_remote_code": options.trust_remote_code,
+    }
+
+
+def default_run_directory(options: Options) -> Path:
+    return Path("runs") / f"{options.model.resolve().name}-{options.cluster.stem}"
+
+
+@contextmanager
+def new_run(
+    options: Options, path: Path, *, resume: bool, review: ReviewMode, terminal: Terminal
+) -> Iterator[Context]:
+    """Checks the inputs, opens the run directory and writes `job.json` and `cluster.yaml` there."""
+    job = make_job(options)
+    with open_run(path, run_inputs(options, job), resume=resume) as run:
+        if not (run / "job.json").exists():
+            shutil.copyfile(options.cluster, run / "cluster.yaml")
+            write_document(job, run / "job.json")
+        yield Context(
+            run=run,
+            job=job,
+            trust_remote_code=options.trust_remote_code,
+            review=review,
+            terminal=terminal,
+            progress=terminal,
+        )
+
+
+@contextmanager
+def past_run(path: Path, *, terminal: Terminal) -> Iterator[Context]:
+    """Opens a run directory that `new_run` made, for one stage of it."""
+    from strategies.schema import Job
+
+    with existing_run(path) as run:
+        yield Context(
+            run=run,
+            job=read_document(Job, run / "job.json"),
+            trust_remote_code=bool(run.record.inputs["trust_remote_code"]),
+            review="require",
+            terminal=terminal,
+            progress=terminal,
+        )
+
+
+def require_documents(run: RunDirectory, *names: str) -> None:
+    """Raises InputError when an earlier stage has not written what this one reads."""
+    for name in names:
+        if not (run / name).exists():
+            fault = "does not exist yet"
+            raise InputError(run / name, fault=fault, fix="go on with: adapt ... --resume")

@@ -1,0 +1,155 @@
+"""`report.html` (self-contained, opens from disk) and `report.md` (fits a pull-request comment)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from adapter_agent import figures
+from adapter_agent.run_directory import RunDirectory
+from adapter_agent.stages import read_metrics
+from adapter_agent.words import GIB, count, layer_legend, layer_pattern, shape
+from analyzers.documents import read_document, write_text
+
+if TYPE_CHECKING:
+    from analyzers.schema import ModelAnalysis
+    from runtime.schema import StepMetrics
+    from strategies.schema import Plan
+
+COMMENT_LIMIT = 65_536
+"""Characters that a comment on a pull request may have."""
+
+T = TypeVar("T")
+
+
+def write_report(run: RunDirectory) -> Path:
+    """Writes both reports from the documents that the run directory holds; returns the page."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("adapter_agent"),
+        undefined=jinja2.StrictUndefined,
+        autoescape=lambda name: bool(name and name.endswith(".html.j2")),
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        count=count,
+        number=figures.number,
+        shape=shape,
+        cell=_cell,
+        gib=lambda n: f"{figures.number(n / GIB)} GiB",
+    )
+    facts = gather(run)
+    page = environment.get_template("report.html.j2").render(facts)
+    comment = environment.get_template("report.md.j2").render(facts)
+    if len(comment) > COMMENT_LIMIT:
+        cut = "\n\n(cut here: the rest is in report.html)\n"
+        comment = comment[: COMMENT_LIMIT - len(cut)] + cut
+    write_text(run / "report.md", comment)
+    return write_text(run / "report.html", page)
+
+
+def gather(run: RunDirectory) -> dict[str, Any]:
+    """Everything that the templates name; a document that was not written is None."""
+    from adapter_agent.review import Decision
+    from analyzers.schema import ModelAnalysis
+    from codegen.schema import KernelSet, OperatorMap
+    from runtime.schema import ValidationReport
+    from strategies.schema import Job, Plan
+
+    analysis = _document(ModelAnalysis, run / "analysis.json")
+    plan = _document(Plan, run / "plan.json")
+    steps = read_metrics(run)
+    record = run.record
+    return {
+        "name": Path(str(record.inputs["model"])).name,
+        "record": record,
+        # The report stage is being done while it writes this.
+        "stages": {k: v for k, v in record.stages.items() if k != "report"},
+        "job": read_document(Job, run / "job.json"),
+        "analysis": analysis,
+        "pattern": layer_pattern(analysis) if analysis else "",
+        "legend": layer_legend(analysis) if analysis else "",
+        "parts": _parts(analysis) if analysis else {},
+        "operators": _document(OperatorMap, run / "operators.json"),
+        "kernels": _document(KernelSet, run / "kernels/manifest.json"),
+        "plan": plan,
+        "decision": _document(Decision, run / "review.json"),
+        "validation": _document(ValidationReport, run / "validation.json"),
+        "steps": steps,
+        "launch": sorted(p.name for p in (run / "launch").glob("*")),
+        "figures": _figures(analysis, plan, steps),
+    }
+
+
+def _document(cls: type[T], path: Path) -> T | None:
+    return read_document(cls, path) if path.is_file() else None
+
+
+def _parts(analysis: ModelAnalysis) -> dict[str, int]:
+    """Parameters by part, largest first."""
+    sizes: dict[str, int] = {}
+    for block in analysis.blocks:
+        for part in block.parts:
+            sizes[part.name] = sizes.get(part.name, 0) + part.parameters * len(block.layers)
+    for part in analysis.outer:
+        sizes[part.name] = sizes.get(part.name, 0) + part.parameters
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+
+
+def _figures(
+    analysis: ModelAnalysis | None, plan: Plan | None, steps: list[StepMetrics]
+) -> dict[str, str]:
+    made = {}
+    if analysis:
+        layers = [(layer.mixer, layer.feed_forward) for layer in analysis.layers]
+        made["layers"] = figures.layer_strip(layers, label="Layers by mixer and feed-forward")
+        sizes = {name: size / 1e6 for name, size in _parts(analysis).items()}
+        made["parameters"] = figures.stacked_bar(
+            sizes, whole=sum(sizes.values()), unit="M", label="Parameters by part"
+        )
+    if plan:
+        memory = plan.predicted.memory_gib
+        parts = {k: v for k, v in vars(memory).items() if k not in ("peak", "capacity")}
+        made["memory"] = figures.stacked_bar(
+            _spaced(parts), whole=memory.capacity, unit="GiB", label="Memory by part", rest="free"
+        )
+        times = {k: 1e3 * v for k, v in vars(plan.predicted.step).items()}
+        made["step"] = figures.stacked_bar(
+            _spaced(times), whole=sum(times.values()), unit="ms", label="Step time by part"
+        )
+    if steps:
+        made["loss"] = figures.line_chart(
+            [s.step for s in steps],
+            [s.loss for s in steps],
+            x_label="step",
+            y_label="loss (nats a token)",
+            label="Training loss by step",
+        )
+        totals = _tokens_per_expert(steps)
+        if totals:
+            made["experts"] = figures.heat_map(
+                {f"moe {i}": row for i, row in enumerate(totals)},
+                column="expert",
+                label="Tokens per expert, one row a layer with experts",
+            )
+    return made
+
+
+def _tokens_per_expert(steps: list[StepMetrics]) -> list[list[int]]:
+    """Summed over all steps, one row a layer with experts."""
+    layers = zip(*(s.tokens_per_expert for s in steps), strict=True)
+    return [[sum(column) for column in zip(*rows, strict=True)] for rows in layers]
+
+
+def _spaced(parts: dict[str, float]) -> dict[str, float]:
+    return {name.replace("_", " "): value for name, value in parts.items()}
+
+
+def _cell(value: object) -> str:
+    """A measured or expected value in a table cell."""
+    if isinstance(value, float):
+        return figures.number(value)
+    text = "" if value is None else str(value)
+    return text if len(text) <= 120 else text[:117] + "..."

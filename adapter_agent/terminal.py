@@ -1,0 +1,228 @@
+"""What people see: progress on stderr, documents as tables on stdout."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from adapter_agent.words import GIB, count, layer_legend, layer_pattern, shape
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from analyzers.schema import ModelAnalysis
+    from codegen.schema import KernelSet, OperatorMap
+    from runtime.schema import ValidationReport
+    from strategies.cluster import Cluster
+    from strategies.schema import Plan
+
+
+class Terminal:
+    """Progress on stderr: a live line on a terminal, plain lines elsewhere, nothing when quiet."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.quiet = quiet
+        self.console = Console(stderr=True, highlight=False)
+        self._live: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __call__(self, line: str) -> None:
+        """A passing line."""
+        if self._live is not None and self._task is not None:
+            self._live.update(self._task, description=line)
+        else:
+            self.settle(line)
+
+    def settle(self, line: str) -> None:
+        """A line that stays."""
+        if not self.quiet:
+            # Not cut or wrapped: a log line is one line.
+            self.console.print(line, soft_wrap=True, markup=False)
+
+    @contextlib.contextmanager
+    def live(self) -> Iterator[None]:
+        """Keeps the live line up meanwhile."""
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        if self.quiet or not self.console.is_terminal:
+            yield
+            return
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False))
+        with Progress(*columns, TimeElapsedColumn(), console=self.console, transient=True) as live:
+            self._live, self._task = live, live.add_task("", total=None)
+            try:
+                yield
+            finally:
+                self._live = self._task = None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Takes the live line down meanwhile, so that a person can be asked."""
+        if self._live is None:
+            yield
+            return
+        self._live.stop()
+        try:
+            yield
+        finally:
+            self._live.start()
+
+
+@contextlib.contextmanager
+def stdout_kept_clean() -> Iterator[None]:
+    """Sends what libraries and child processes print to stderr: stdout carries the result alone."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def show(*parts: RenderableType) -> None:
+    """Prints the result on stdout."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=110)
+    console.print(Group(*parts))
+
+
+def _table(title: str, *columns: str) -> Table:
+    """A table whose columns that start with `>` are numbers."""
+    table = Table(title=title, title_justify="left", title_style="bold", pad_edge=False)
+    for column in columns:
+        right = column.startswith(">")
+        table.add_column(column.lstrip(">"), justify="right" if right else "left")
+    return table
+
+
+def _bar(value: float, largest: float, width: int = 32) -> str:
+    return "█" * max(1, round(width * value / largest)) if value > 0 and largest > 0 else ""
+
+
+def picture_of_analysis(a: ModelAnalysis) -> RenderableType:
+    head = Text.assemble(
+        (f"{a.architecture} ({a.model_type})\n", "bold"),
+        f"{count(a.parameters.total)} parameters, {count(a.parameters.active)} active a token, "
+        f"{count(a.parameters.routed_experts)} in routed experts\n",
+        f"layers   {layer_pattern(a)}   ({layer_legend(a)})\n",
+    )
+    if a.experts:
+        e = a.experts
+        head.append(
+            f"experts  {e.count}, top {e.top_k}, {e.shared} shared, "
+            f"{e.hidden_size} x {e.intermediate_size}\n"
+        )
+    if a.checkpoint:
+        formats = ", ".join(f"{f} {n / GIB:.3g} GiB" for f, n in a.checkpoint.formats.items())
+        head.append(f"weights  {a.checkpoint.shards} shards, {formats}\n")
+    else:
+        head.append("weights  none in the folder: planning only\n")
+    head.append(f"fidelity {a.fidelity}: {a.fidelity_reason}\n")
+
+    sizes: dict[str, int] = {}
+    for block in a.blocks:
+        for part in block.parts:
+            sizes[part.name] = sizes.get(part.name, 0) + part.parameters * len(block.layers)
+    for part in a.outer:
+        sizes[part.name] = sizes.get(part.name, 0) + part.parameters
+    parts = _table("Parameters by part", "part", ">parameters", "")
+    for name, size in sorted(sizes.items(), key=lambda item: -item[1]):
+        parts.add_row(name, count(size), _bar(size, max(sizes.values())))
+
+    operators = _table("Operators", "operator", ">calls", ">GFLOP at 4096 tokens", "shape")
+    for o in a.operators:
+        attributes = ", ".join(f"{k} {v}" for k, v in o.attributes.items())
+        operators.add_row(o.name, str(o.count), f"{o.flops.at(4096) / 1e9:.4g}", attributes)
+    return Group(head, parts, operators, *(Text(f"note: {note}") for note in a.notes))
+
+
+def picture_of_operators(operators: OperatorMap) -> RenderableType:
+    table = _table(f"Operators on {operators.backend}", "operator", "decision", "by", "reason")
+    for o in operators.operators:
+        table.add_row(o.operator, o.decision, o.provider, o.reason)
+    return table
+
+
+def picture_of_kernels(kernels: KernelSet) -> RenderableType:
+    table = _table(f"Generated kernels for {kernels.backend}", "kernel", "gate", "ran on", "result")
+    for k in kernels.kernels:
+        for i, gate in enumerate(k.gates):
+            result = "passed" if gate.passed else "FAILED"
+            if gate.measured is not None and gate.tolerance is not None:
+                result += f", {gate.measured:.2g} of {gate.tolerance:.2g}"
+            table.add_row("" if i else k.module, gate.name, gate.ran_on, result)
+    return table
+
+
+def picture_of_plan(plan: Plan) -> RenderableType:
+    p, m = plan.predicted, plan.predicted.memory_gib
+    head = Text.assemble(
+        (f"{shape(plan)} on {plan.world_size} devices of {plan.cluster}\n", "bold"),
+        f"micro-batch {plan.micro_batch_size} x {plan.sequence_length} tokens, "
+        f"{plan.gradient_accumulation} a step, recompute {plan.activation_checkpointing}, "
+        f"experts in {plan.expert_weight_format}, dispatch {plan.dispatcher}\n",
+        f"predicted {p.step_seconds:.3g} s a step, "
+        f"{p.tokens_per_second_per_device:.4g} tokens/s a device, "
+        f"lower bound {p.lower_bound_seconds:.3g} s, out of memory {p.oom_probability:.0%}\n",
+    )
+    memory = _table(f"Memory: {m.peak:.4g} of {m.capacity:.4g} GiB", "part", ">GiB", "")
+    parts = {k: v for k, v in vars(m).items() if k not in ("peak", "capacity")}
+    for name, value in parts.items():
+        memory.add_row(name, f"{value:.4g}", _bar(value, m.capacity))
+    step = _table(f"Step: {p.step_seconds:.4g} s", "part", ">ms", "")
+    for name, value in vars(p.step).items():
+        step.add_row(name, f"{1e3 * value:.4g}", _bar(value, p.step_seconds))
+    others = _table("Alternatives", "plan", ">micro-batch", "recompute", ">s a step", ">GiB", "why")
+    for a in plan.alternatives:
+        others.add_row(
+            shape(a),
+            str(a.micro_batch_size),
+            a.activation_checkpointing,
+            f"{a.step_seconds:.3g}",
+            f"{a.memory_gib:.4g}",
+            a.why,
+        )
+    lines = [*plan.explanation, *(f"rejected {n}: {why}" for why, n in plan.rejected.items())]
+    tables = [memory, step, others] if plan.alternatives else [memory, step]
+    return Group(head, *tables, *(Text(line) for line in lines))
+
+
+def picture_of_validation(report: ValidationReport) -> RenderableType:
+    verdict = "passed" if report.passed else "FAILED"
+    title = f"Validation {verdict} on {report.world_size} ranks of {report.device}"
+    table = _table(title, "check", "result", "measured", "expected", "detail")
+    for c in report.checks:
+        result = "passed" if c.passed else "FAILED"
+        table.add_row(c.name, result, _short(c.measured), _short(c.expected), c.detail)
+    kept = [f"kept: {', '.join(report.kept)}"] if report.kept else []
+    lost = [f"not kept: {', '.join(report.not_kept)}"] if report.not_kept else []
+    return Group(table, *(Text(line) for line in kept + lost))
+
+
+def picture_of_cluster(cluster: Cluster) -> RenderableType:
+    d = cluster.device
+    head = Text.assemble(
+        (f"{cluster.name}: {cluster.world_size} x {d.title}\n", "bold"),
+        f"{d.memory_gib.value:g} GiB ({d.memory_gib.origin}), "
+        f"{d.reserved_gib.value:g} GiB reserved, status {d.status}\n",
+    )
+    table = _table("Tiers, closest first", "tier", ">size", "fabric")
+    for tier in cluster.tiers:
+        table.add_row(tier.name, str(tier.size), str(tier.fabric))
+    return Group(head, table)
+
+
+def _short(value: object) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,67 @@
+"""Numbers and shapes in the words that people read them in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from analyzers.schema import ModelAnalysis
+    from strategies.schema import Alternative, Plan
+
+GIB = 2**30
+
+
+def count(n: float) -> str:
+    """A count for people: `2.78 T`, `104 B`, `7.1 M`."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if n >= size:
+            return f"{n / size:.3g} {letter}"
+    return f"{n:.0f}"
+
+
+def shape(plan: Plan | Alternative) -> str:
+    """The axes of a plan that are larger than one, e.g. `fsdp 2 x ep 2`."""
+    axes = vars(plan.parallelism).items()
+    return " x ".join(f"{name} {size}" for name, size in axes if size > 1) or "one device"
+
+
+def _letters(analysis: ModelAnalysis) -> dict[str, str]:
+    """Mixer -> the first letter of its name that no earlier mixer took."""
+    letters: dict[str, str] = {}
+    for layer in analysis.layers:
+        if layer.mixer not in letters:
+            free = (c for c in layer.mixer.upper() if c.isalpha() and c not in letters.values())
+            letters[layer.mixer] = next(free, "?")
+    return letters
+
+
+def layer_legend(analysis: ModelAnalysis) -> str:
+    names = ", ".join(f"{letter} {mixer}" for mixer, letter in _letters(analysis).items())
+    dense = any(layer.feed_forward == "dense" for layer in analysis.layers)
+    return f"{names}; small: dense feed-forward" if dense else names
+
+
+def layer_pattern(analysis: ModelAnalysis) -> str:
+    """The layers in order with repeats folded, e.g. `kKKM KKKM x5`; small letters are dense."""
+    letters = _letters(analysis)
+    text = "".join(
+        letters[layer.mixer].lower() if layer.feed_forward == "dense" else letters[layer.mixer]
+        for layer in analysis.layers
+    )
+    folded: list[str] = []
+    plain = ""
+    while text:
+        best, repeats = 1, 1
+        for unit in range(1, min(16, len(text) // 2) + 1):
+            times = 1
+            while text.startswith(text[:unit], unit * times):
+                times += 1
+            if times > 1 and unit * times > max(3, best * repeats):
+                best, repeats = unit, times
+        if repeats == 1:
+            plain += text[0]
+        else:
+            folded += [plain] * bool(plain) + [f"{text[:best]} x{repeats}"]
+            plain = ""
+        text = text[best * repeats :]
+    return " ".join(folded + [plain] * bool(plain))
