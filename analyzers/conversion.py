@@ -1,0 +1,161 @@
+"""Which checkpoint tensors make which model tensor, by transformers' own conversion table.
+
+A released checkpoint rarely holds a model's tensors under the model's names: experts lie one by one,
+convolutions apart, prefixes differ. transformers describes the way from one to the other as
+`WeightRenaming` and `WeightConverter` objects. This module turns that table into one recipe for each
+model tensor, from names alone, and runs a recipe on whatever reads the sources: whole, or for a bank
+of experts only for the experts `[low, high)`, in which case only their tensors are read.
+
+A recipe always works on whole source tensors, before any sharding: converting shards that are
+already cut along the converted dimension permutes rows silently.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from analyzers.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+Read = Callable[[str], "torch.Tensor"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one model tensor is made from checkpoint tensors."""
+
+    name: str
+    """Of the model tensor."""
+    sources: dict[str, list[str]]
+    """Checkpoint names by the converter's source pattern, in the order that the converter wants."""
+    converter: Any = None
+    """transformers' `WeightConverter`; None where the tensor is stored as it is used."""
+    first_target: str = ""
+    """Model name of the converter's first target, which differs from `name` for a split."""
+
+    @property
+    def names(self) -> list[str]:
+        """All checkpoint tensors that are read."""
+        return [name for names in self.sources.values() for name in names]
+
+    @property
+    def by_expert(self) -> bool:
+        """Whether each source list holds one tensor an expert, stacked on dimension 0, with nothing
+        after the stacking that mixes experts."""
+        from transformers import core_model_loading as loading
+
+        if self.converter is None or len(self.converter.target_patterns) != 1:
+            return False
+        first, *rest = self.converter.operations
+        if not isinstance(first, loading.MergeModulelist) or first.dim != 0:
+            return False
+        for operation in rest:
+            kept = isinstance(operation, loading.Concatenate) and operation.dim > 0
+            turned = (
+                isinstance(operation, loading.Transpose)
+                and not operation.check_dims
+                and min(operation.dim0, operation.dim1) > 0
+            )
+            if not (kept or turned):
+                return False
+        return len({len(names) for names in self.sources.values()}) == 1
+
+    def convert(
+        self, read: Read, model: PreTrainedModel, experts: tuple[int, int] | None = None
+    ) -> torch.Tensor:
+        """The tensor itself, or its rows `experts = (low, high)` when `by_expert`.
+
+        Raises InputError when transformers' converter cannot make the tensor from these sources.
+        """
+        if self.converter is None:
+            tensor = read(self.names[0])
+            return tensor if experts is None else tensor[experts[0] : experts[1]]
+        low, high = experts if experts is not None else (0, None)
+        converter = copy.deepcopy(self.converter)
+        for pattern, names in self.sources.items():
+            for name in names[low:high]:
+                converter.add_tensor(self.first_target, name, pattern, lambda name=name: read(name))
+        try:
+            made = converter.convert(self.first_target, model=model, config=model.config)
+        except Exception as e:
+            raise InputError(self.names[0], fault=f"cannot be converted to {self.name}: {e}") from e
+        tensor = made[self.name]
+        return tensor[0] if isinstance(tensor, list) else tensor
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Recipes by model tensor, and the names that do not fit."""
+
+    recipes: dict[str, Recipe]
+    missing: list[str] = field(default_factory=list)
+    """Model tensors that no checkpoint tensor makes."""
+    unexpected: list[str] = field(default_factory=list)
+    """Checkpoint tensors that the model has no place for and does not declare as ignored."""
+
+
+def plan_conversion(
+    model: PreTrainedModel,
+    checkpoint_names: Iterable[str],
+    expected: Mapping[str, Any] | None = None,
+) -> Conversion:
+    """Recipes for the tensors of `model` (on any device, meta too) from names of a checkpoint.
+
+    `expected` are the model tensors to make, by default all of `model.state_dict()`; pass fewer
+    when the model carries tensors that no checkpoint holds, such as adapters.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    wanted = dict(model.state_dict() if expected is None else expected)
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    by_pattern = {p: c for c in converters for p in c.source_patterns}
+    prefix = model.base_model_prefix
+
+    grouped: dict[str, tuple[Any, dict[str, list[str]]]] = {}
+    unexpected: list[str] = []
+    for key in sorted(checkpoint_names, key=dot_natural_key):
+        target, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
+        if target not in wanted and key in wanted:
+            target, pattern = rename_source_key(
+                key, [], [], base_model_prefix=prefix, meta_state_dict=wanted
+            )
+        if target not in wanted:
+            unexpected.append(key)
+            continue
+        converter = by_pattern[pattern] if pattern is not None else None
+        _, sources = grouped.setdefault(target, (converter, {}))
+        sources.setdefault(pattern or key, []).append(key)
+
+    recipes: dict[str, Recipe] = {}
+    for first, (converter, sources) in grouped.items():
+        targets = [first]
+        if converter is not None:
+            head, *others = converter.target_patterns
+            targets += [first.replace(head, other) for other in others]
+        for target in targets:
+            recipes[target] = Recipe(target, sources, converter, first)
+
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    missing = [name for name in wanted if name not in recipes and name not in tied]
+    return Conversion(recipes, missing, [k for k in unexpected if not _ignored(model, k)])
+
+
+def _ignored(model: PreTrainedModel, key: str) -> bool:
+    import re
+
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+    return any(re.search(pattern, key) for pattern in patterns)

@@ -1,0 +1,164 @@
+"""LoRA on linear layers and on banks of experts, inserted before sharding.
+
+A linear layer changes its class in place and gains two parameters, so the names of the base weights
+stay those of the model. An experts module gains factors that `experts.run_experts` applies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from analyzers.errors import InputError
+from runtime.experts import experts_of
+
+if TYPE_CHECKING:
+    from analyzers.schema import ModelAnalysis
+    from strategies.schema import Lora
+
+PART_OF_TARGET = {
+    "attention": "mixer",
+    "shared_experts": "shared_experts",
+    "dense": "dense",
+    "latent_projection": "latent_projection",
+}
+
+
+class LoraLinear(nn.Linear):
+    """`x W^T + b + scale * (x A^T) B^T`; the factors are float32 and computed in the dtype of x."""
+
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    lora_scale: float
+
+    def forward(self, input: Tensor) -> Tensor:
+        low = nn.functional.linear(input, self.lora_A.to(input.dtype))
+        delta = nn.functional.linear(low, self.lora_B.to(input.dtype))
+        return super().forward(input) + delta * self.lora_scale
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter name is that of an adapter factor."""
+    return name.rpartition(".")[2].startswith("lora_")
+
+
+def insert_adapters(model: nn.Module, lora: Lora, analysis: ModelAnalysis) -> list[str]:
+    """Freezes the model, adds the factors that `lora.targets` names, returns the modules' names.
+
+    Raises InputError when a target has nothing to adapt in this model.
+    """
+    model.requires_grad_(False)
+    touched: list[str] = []
+    for target in lora.targets:
+        if target == "routed_experts":
+            names = _adapt_experts(model, lora)
+        else:
+            names = _linear_names(model, analysis, PART_OF_TARGET[target])
+            for name in names:
+                _adapt_linear(name, model.get_submodule(name), lora)
+        if not names and target in ("attention", "routed_experts"):
+            raise InputError(
+                "job.json",
+                field="lora.targets",
+                fault=f"'{target}' names nothing in {analysis.architecture}",
+                fix="leave it out",
+            )
+        touched += names
+    return touched
+
+
+def _linear_names(model: nn.Module, analysis: ModelAnalysis, part: str) -> list[str]:
+    prefix = layers_name(model)
+    return [
+        f"{prefix}.{layer}.{linear.name}"
+        for block in analysis.blocks
+        for layer in block.layers
+        for linear in block.linears
+        if linear.part == part
+    ]
+
+
+def layers_name(model: nn.Module) -> str:
+    """Name of the list of decoder layers, e.g. `model.layers`: the longest one of the text model."""
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    lists = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module)
+        and (not kinds or type(module[0]).__name__ in kinds)
+    }
+    if not lists:
+        raise InputError(type(model).__name__, fault="has no list of decoder layers")
+    return max(lists, key=lambda name: len(lists[name]))
+
+
+def _adapt_linear(name: str, module: nn.Module, lora: Lora) -> None:
+    if type(module) is not nn.Linear:
+        kind = type(module).__name__
+        raise InputError("job.json", field="lora.targets", fault=f"{name} is a {kind}, not linear")
+    module.__class__ = LoraLinear
+    device = module.weight.device
+    module.lora_A = _factor(lora.rank, module.in_features, device=device)
+    module.lora_B = _factor(module.out_features, lora.rank, device=device)
+    module.lora_scale = lora.alpha / lora.rank
+
+
+def _adapt_experts(model: nn.Module, lora: Lora) -> list[str]:
+    found = experts_of(model)
+    for module in found.values():
+        for bank in banks(module):
+            weight = getattr(module, bank)
+            first, second = weight.shape[1:]
+            outs, ins = (second, first) if module.is_transposed else (first, second)
+            count, device = weight.shape[0], weight.device
+            setattr(module, f"lora_{bank}_A", _factor(count, lora.rank, ins, device=device))
+            setattr(module, f"lora_{bank}_B", _factor(count, outs, lora.rank, device=device))
+        module.lora_scale = lora.alpha / lora.rank
+    return list(found)
+
+
+def banks(experts: nn.Module) -> list[str]:
+    """Names of the stacked weights of an experts module, in the order in which they are applied."""
+    return ["gate_up_proj" if experts.has_gate else "up_proj", "down_proj"]
+
+
+def _factor(*shape: int, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape, dtype=torch.float32, device=device))
+
+
+@torch.no_grad()
+def initialise_adapters(model: nn.Module, seed: int) -> None:
+    """A uniform in +-1/sqrt(in) (Kaiming with a = sqrt(5), as PEFT does), B zero.
+
+    Every factor, and every expert of a bank, has its own generator, seeded by name: the same values
+    whatever the number of ranks, and no two experts alike.
+    """
+    from runtime.weights import local_rows
+
+    for name, parameter in model.named_parameters():
+        if not is_adapter(name):
+            continue
+        shard, low, high = local_rows(parameter)
+        if name.endswith("_B"):
+            shard.zero_()
+        elif parameter.ndim == 3:
+            for row, expert in enumerate(range(low, high)):
+                shard[row].copy_(_uniform(parameter.shape[1:], f"{seed}:{name}:{expert}"))
+        else:
+            shard.copy_(_uniform(parameter.shape, f"{seed}:{name}")[low:high])
+
+
+def _uniform(shape: torch.Size, key: str) -> Tensor:
+    digest = hashlib.sha256(key.encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    bound = 1 / math.sqrt(shape[-1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if is_adapter(name)}

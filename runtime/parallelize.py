@@ -1,0 +1,149 @@
+"""A plan laid over a model: expert parallelism as a DTensor placement, FSDP2 for the rest.
+
+"Axis" is a word of meshes, "dim" a word of tensors. The ranks of one model replica form the axis
+`fsdp`; the same ranks, read as a grid, form (`efsdp`, `ep`). Experts are cut over `ep` first, then
+over `efsdp`; everything else over `fsdp`. `dp_replicate` copies the whole arrangement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from analyzers.errors import InputError
+from runtime.adapters import layers_name
+from runtime.experts import AllGather, AllToAll, experts_of, use_own_experts
+
+if TYPE_CHECKING:
+    from strategies.schema import Plan
+
+FLOAT32_NAMES = ("A_log", "dt_bias", "e_score_correction_bias")
+"""Last parts of names of what is always float32: decay rates and the router's correction bias."""
+
+
+@dataclass(frozen=True)
+class Meshes:
+    fsdp: DeviceMesh
+    """(`fsdp`) or (`dp_replicate`, `fsdp`)."""
+    efsdp: DeviceMesh
+    """(`efsdp`) or (`dp_replicate`, `efsdp`)."""
+    ep: DeviceMesh
+
+
+def build_meshes(plan: Plan) -> Meshes:
+    """Raises InputError when the running ranks are not those of the plan, or when the plan uses an
+    axis that this runtime does not have."""
+    p = plan.parallelism
+    for axis in ("pp", "tp", "cp"):
+        if getattr(p, axis) != 1:
+            fault = f"{axis} = {getattr(p, axis)}, but this runtime shards by fsdp and ep only"
+            raise InputError("plan.json", field=f"parallelism.{axis}", fault=fault)
+    if dist.get_world_size() != plan.world_size:
+        fault = f"{plan.world_size}, but {dist.get_world_size()} ranks are running"
+        raise InputError("plan.json", field="world_size", fault=fault)
+    if p.efsdp * p.ep != p.fsdp or p.dp_replicate * p.fsdp != plan.world_size:
+        raise InputError(
+            "plan.json",
+            field="parallelism",
+            fault=f"dp_replicate {p.dp_replicate} x fsdp {p.fsdp} (= efsdp {p.efsdp} x ep {p.ep}) "
+            f"does not make {plan.world_size} ranks",
+        )
+    world = init_device_mesh(device_type(), (plan.world_size,), mesh_dim_names=("world",))
+    dense = world._unflatten(0, (p.dp_replicate, p.fsdp), ("dp_replicate", "fsdp"))
+    sparse = world._unflatten(0, (p.dp_replicate, p.efsdp, p.ep), ("dp_replicate", "efsdp", "ep"))
+    if p.dp_replicate == 1:
+        return Meshes(dense["fsdp"], sparse["efsdp"], sparse["ep"])
+    return Meshes(dense["dp_replicate", "fsdp"], sparse["dp_replicate", "efsdp"], sparse["ep"])
+
+
+def device_type() -> str:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator is not None else "cpu"
+
+
+def parallelize(model: nn.Module, plan: Plan) -> nn.Module:
+    """Shards `model`, in place, as `plan` says; adapters must already be in it.
+
+    The model may lie on the meta device. Gradients are summed over ranks, never averaged: the loss
+    is divided by the token count of the global batch instead, which is right for experts and the
+    rest alike. Raises InputError when the plan does not fit the model or the running ranks.
+    """
+    meshes = build_meshes(plan)
+    keep_float32(model)
+    use_own_experts(model)
+    own_groups: set[nn.Parameter] = set()
+    if plan.activation_checkpointing == "full":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for name, experts in experts_of(model).items():
+        if plan.parallelism.ep > 1:
+            _own_experts(name, experts, meshes.ep, plan.dispatcher)
+        if meshes.efsdp.size() > 1:
+            _shard(experts, meshes.efsdp, plan.reshard_after_forward)
+        elif plan.parallelism.ep > 1:
+            # Nothing left to gather: the experts stay out of FSDP, as DTensors on `ep` alone.
+            own_groups |= set(experts.parameters(recurse=False))
+    for layer in model.get_submodule(layers_name(model)):
+        _shard(layer, meshes.fsdp, plan.reshard_after_forward, own_groups)
+    _shard(model, meshes.fsdp, False, own_groups)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # Plain sums also where the library would pick a reduction that gloo lacks.
+            module.set_force_sum_reduction_for_comms(True)
+            if hasattr(module, "set_reduce_scatter_unused_params"):  # torch >= 2.13
+                module.set_reduce_scatter_unused_params(True)
+    return model
+
+
+def _own_experts(name: str, experts: nn.Module, mesh: DeviceMesh, dispatcher: str) -> None:
+    """Gives this rank its range of experts: every stacked parameter becomes `Shard(0)` on `ep`."""
+    count, ranks = experts.num_experts, mesh.size()
+    if count % ranks:
+        fault = f"ep = {ranks} does not divide the {count} experts of {name}"
+        raise InputError("plan.json", field="parallelism.ep", fault=fault)
+    for key, parameter in experts.named_parameters(recurse=False):
+        if parameter.shape[0] != count:
+            fault = f"{name}.{key} has {parameter.shape[0]} rows for {count} experts"
+            raise InputError("plan.json", field="parallelism.ep", fault=fault)
+        owned = parameter.detach().chunk(ranks)[mesh.get_local_rank()].contiguous()
+        sharded = DTensor.from_local(owned, mesh, [Shard(0)], run_check=False)
+        made = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+        experts.register_parameter(key, made)
+    kinds = {"all_to_all": AllToAll, "all_gather": AllGather}
+    if dispatcher not in kinds:
+        fault = f"'{dispatcher}' cannot serve ep = {ranks}"
+        raise InputError("plan.json", field="dispatcher", fault=fault)
+    experts.dispatcher = kinds[dispatcher](mesh.get_group())
+
+
+def _shard(
+    module: nn.Module, mesh: DeviceMesh, reshard: bool, ignored: set[nn.Parameter] | None = None
+) -> None:
+    own = {p for p in module.parameters() if p in ignored} if ignored else None
+    fully_shard(module, mesh=mesh, reshard_after_forward=reshard, ignored_params=own)
+
+
+def keep_float32(model: nn.Module) -> None:
+    """Turns the model's float32 islands (router, correction bias, decay rates) to float32, as
+    transformers does while it loads. In place, before sharding."""
+    patterns = set(FLOAT32_NAMES)
+    for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+        patterns |= set(getattr(model, attribute, None) or ())
+    for name, module in model.named_modules():
+        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float32:
+                continue
+            full = f".{name}.{key}"
+            if any(f".{pattern}." in f"{full}." for pattern in patterns):
+                if isinstance(tensor, nn.Parameter):
+                    made = nn.Parameter(tensor.detach().float(), requires_grad=tensor.requires_grad)
+                    module._parameters[key] = made
+                else:
+                    module._buffers[key] = tensor.float()
