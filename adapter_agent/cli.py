@@ -10,9 +10,8 @@ import json
 import os
 import sys
 import traceback
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -22,10 +21,7 @@ from analyzers.errors import AdaptError
 if TYPE_CHECKING:
     from adapter_agent.stages import Context
 
-Until = StrEnum(
-    "Until", ["analyze", "map", "generate", "plan", "review", "validate", "train", "report"]
-)
-Review = StrEnum("Review", ["auto", "ask", "require"])
+StageName = Literal["analyze", "map", "generate", "plan", "review", "validate", "train", "report"]
 
 WAITING = 5
 """Exit status of a run that stopped for a reviewer."""
@@ -143,7 +139,7 @@ def run(
     backend: Annotated[
         str | None, typer.Option(help="Make kernels for this backend, not the cluster's.")
     ] = None,
-    until: Annotated[Until | None, typer.Option(help="Stop after this stage.")] = None,
+    until: Annotated[StageName | None, typer.Option(help="Stop after this stage.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the last finished stage.")
     ] = False,
@@ -155,8 +151,9 @@ def run(
     global_batch_size: BatchOpt = None,
     lora_rank: RankOpt = None,
     review: Annotated[
-        Review, typer.Option(help="Who approves the generated kernels: nobody, you now, or later.")
-    ] = Review.auto,
+        Literal["auto", "ask", "require"],
+        typer.Option(help="Who approves the generated kernels: nobody, you now, or later."),
+    ] = "auto",
     trust_remote_code: TrustOpt = False,
     as_json: JsonOpt = False,
     quiet: QuietOpt = False,
@@ -186,9 +183,9 @@ def run(
     with (
         stdout_kept_clean(),
         terminal.live(),
-        new_run(options, where, resume=resume, review=review.value, terminal=terminal) as context,
+        new_run(options, where, resume=resume, review=review, terminal=terminal) as context,
     ):
-        ending = run_pipeline(context, until=until.value if until else None)
+        ending = run_pipeline(context, until=until)
         result = _result(context, ending)
     if as_json:
         _print_json(result)

@@ -1,4 +1,4 @@
-"""The report's figures as inline SVG. Colours are CSS classes of the page: `c0` ... `c8`, `ink`, `grid`.
+"""The report's figures as inline SVG. Colours are the page's CSS classes: `c0` ... `c8`, `grid`.
 
 Every mark carries a `<title>`, which browsers show on hover and screen readers read.
 """
@@ -24,7 +24,8 @@ def _svg(height: float, parts: Iterable[str], label: str) -> str:
 def _rect(x: float, y: float, w: float, h: float, css: str, title: str, **more: object) -> str:
     extra = "".join(f' {k.replace("_", "-")}="{v}"' for k, v in more.items())
     return (
-        f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(w, 0):.2f}" height="{h:.2f}" class="{css}"{extra}>'
+        f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(w, 0):.2f}" height="{h:.2f}" '
+        f'class="{css}"{extra}>'
         f"<title>{escape(title)}</title></rect>"
     )
 
@@ -85,7 +86,7 @@ def line_chart(
     xs: Sequence[float], ys: Sequence[float], *, x_label: str, y_label: str, label: str
 ) -> str:
     """One line with its first and last value named; the y axis starts at zero."""
-    height, left, bottom, top = 280, 56, 42, 22
+    height, left, bottom, top = 290, 56, 42, 40
     finite = [y for y in ys if math.isfinite(y)]
     high = max(finite, default=1.0) * 1.05 or 1.0
     low_x, high_x = min(xs, default=0), max(xs, default=1)

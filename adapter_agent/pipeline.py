@@ -11,15 +11,17 @@ import os
 import sqlite3
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from adapter_agent.run_directory import STAGES, sha256_text
 from adapter_agent.stages import WORK, Context, Outcome
 from analyzers.errors import AdaptError, ProofError
+
+if TYPE_CHECKING:
+    from langchain_core.runnables import RunnableConfig
 
 Ending = Literal["done", "stopped", "waiting"]
 
@@ -62,7 +64,6 @@ def run_pipeline(context: Context, *, until: str | None = None) -> Ending:
 def _invoke(context: Context, *, first: str, until: str | None) -> dict[str, Any]:
     # Read by langgraph at import: checkpoints hold plain data only.
     os.environ["LANGGRAPH_STRICT_MSGPACK"] = "true"
-    from langchain_core.runnables import RunnableConfig
     from langgraph.checkpoint.sqlite import SqliteSaver
     from langgraph.graph import END, START, StateGraph
 
@@ -97,7 +98,7 @@ def _invoke(context: Context, *, first: str, until: str | None) -> dict[str, Any
         )
 
 
-def _node(context: Context, name: str) -> Callable[[State], State]:
+def _node(context: Context, name: str) -> Any:
     def node(state: State) -> State:
         failed = state.get("failed", "")
         inputs = _inputs_sha256(context, name)

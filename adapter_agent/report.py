@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from adapter_agent import figures
 from adapter_agent.run_directory import RunDirectory
 from adapter_agent.stages import read_metrics
-from adapter_agent.words import GIB, count, layer_legend, layer_pattern, shape
+from adapter_agent.words import count, layer_legend, layer_pattern, parameters_by_part, shape, size
 from analyzers.documents import read_document, write_text
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def write_report(run: RunDirectory) -> Path:
         number=figures.number,
         shape=shape,
         cell=_cell,
-        gib=lambda n: f"{figures.number(n / GIB)} GiB",
+        size=size,
     )
     facts = gather(run)
     page = environment.get_template("report.html.j2").render(facts)
@@ -71,7 +71,6 @@ def gather(run: RunDirectory) -> dict[str, Any]:
         "analysis": analysis,
         "pattern": layer_pattern(analysis) if analysis else "",
         "legend": layer_legend(analysis) if analysis else "",
-        "parts": _parts(analysis) if analysis else {},
         "operators": _document(OperatorMap, run / "operators.json"),
         "kernels": _document(KernelSet, run / "kernels/manifest.json"),
         "plan": plan,
@@ -87,17 +86,6 @@ def _document(cls: type[T], path: Path) -> T | None:
     return read_document(cls, path) if path.is_file() else None
 
 
-def _parts(analysis: ModelAnalysis) -> dict[str, int]:
-    """Parameters by part, largest first."""
-    sizes: dict[str, int] = {}
-    for block in analysis.blocks:
-        for part in block.parts:
-            sizes[part.name] = sizes.get(part.name, 0) + part.parameters * len(block.layers)
-    for part in analysis.outer:
-        sizes[part.name] = sizes.get(part.name, 0) + part.parameters
-    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
-
-
 def _figures(
     analysis: ModelAnalysis | None, plan: Plan | None, steps: list[StepMetrics]
 ) -> dict[str, str]:
@@ -105,7 +93,7 @@ def _figures(
     if analysis:
         layers = [(layer.mixer, layer.feed_forward) for layer in analysis.layers]
         made["layers"] = figures.layer_strip(layers, label="Layers by mixer and feed-forward")
-        sizes = {name: size / 1e6 for name, size in _parts(analysis).items()}
+        sizes = {name: n / 1e6 for name, n in parameters_by_part(analysis).items()}
         made["parameters"] = figures.stacked_bar(
             sizes, whole=sum(sizes.values()), unit="M", label="Parameters by part"
         )

@@ -12,7 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from adapter_agent.words import GIB, count, layer_legend, layer_pattern, shape
+from adapter_agent.words import count, layer_legend, layer_pattern, parameters_by_part, shape, size
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -124,21 +124,16 @@ def picture_of_analysis(a: ModelAnalysis) -> RenderableType:
             f"{e.hidden_size} x {e.intermediate_size}\n"
         )
     if a.checkpoint:
-        formats = ", ".join(f"{f} {n / GIB:.3g} GiB" for f, n in a.checkpoint.formats.items())
+        formats = ", ".join(f"{f} {size(n)}" for f, n in a.checkpoint.formats.items())
         head.append(f"weights  {a.checkpoint.shards} shards, {formats}\n")
     else:
         head.append("weights  none in the folder: planning only\n")
     head.append(f"fidelity {a.fidelity}: {a.fidelity_reason}\n")
 
-    sizes: dict[str, int] = {}
-    for block in a.blocks:
-        for part in block.parts:
-            sizes[part.name] = sizes.get(part.name, 0) + part.parameters * len(block.layers)
-    for part in a.outer:
-        sizes[part.name] = sizes.get(part.name, 0) + part.parameters
+    sizes = parameters_by_part(a)
     parts = _table("Parameters by part", "part", ">parameters", "")
-    for name, size in sorted(sizes.items(), key=lambda item: -item[1]):
-        parts.add_row(name, count(size), _bar(size, max(sizes.values())))
+    for name, n in sizes.items():
+        parts.add_row(name, count(n), _bar(n, max(sizes.values())))
 
     operators = _table("Operators", "operator", ">calls", ">GFLOP at 4096 tokens", "shape")
     for o in a.operators:

@@ -19,6 +19,25 @@ def count(n: float) -> str:
     return f"{n:.0f}"
 
 
+def size(n: float) -> str:
+    """Bytes for people: `1.42 TiB`, `5.71 MiB`."""
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if n >= 2**power:
+            return f"{n / 2**power:.3g} {unit}"
+    return f"{n:.0f} B"
+
+
+def parameters_by_part(analysis: ModelAnalysis) -> dict[str, int]:
+    """Parameters of the whole model by part, largest first."""
+    sizes: dict[str, int] = {}
+    for block in analysis.blocks:
+        for part in block.parts:
+            sizes[part.name] = sizes.get(part.name, 0) + part.parameters * len(block.layers)
+    for part in analysis.outer:
+        sizes[part.name] = sizes.get(part.name, 0) + part.parameters
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+
+
 def shape(plan: Plan | Alternative) -> str:
     """The axes of a plan that are larger than one, e.g. `fsdp 2 x ep 2`."""
     axes = vars(plan.parallelism).items()
