@@ -112,7 +112,8 @@ class Predicted:
     oom_probability: float
     lower_bound_seconds: float
     optimality_gap: float
-    """(step_seconds - lower_bound_seconds) / step_seconds of the search; 0 when exhaustive."""
+    """(step_seconds - lower_bound_seconds) / step_seconds. The search is exhaustive, so no other
+    plan of its space is faster; the bound is arithmetic alone, which no plan at all can beat."""
 
 
 @document
@@ -155,4 +156,6 @@ class Plan:
     explanation: list[str] = field(default_factory=list)
     origins: dict[str, str] = field(default_factory=dict)
     """Where the rates came from: quantity -> `spec`, `measured`, `note`, `default`."""
+    lora: Lora = field(default_factory=Lora)
+    """The adapters that the prediction is for (the job's)."""
     twin: Twin | None = None

@@ -1,0 +1,138 @@
+"""The twin of a plan: the same structure on the few devices that are here, to prove it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from analyzers.backends import Backend
+from analyzers.errors import InputError
+from analyzers.schema import ModelAnalysis
+from strategies import cost
+from strategies.cluster import flat_cluster
+from strategies.memory import Candidate, candidate_of
+from strategies.schema import Parallelism, Plan, Twin
+from strategies.search import divisors
+from strategies.workload import workload
+
+MAX_MICRO_BATCH = 2
+MAX_ACCUMULATION = 2
+MAX_SEQUENCE_LENGTH = {"cpu": 256}
+"""Longer sequences prove nothing more on a processor and take minutes."""
+LOCAL_FABRIC = {"cpu": (1.0, 200.0)}
+"""GB/s and microseconds between local ranks, by device type; assumed, nobody measured them here."""
+DEFAULT_LOCAL_FABRIC = (50.0, 20.0)
+
+
+def twin(plan: Plan, analysis: ModelAnalysis, world_size: int, backend: Backend) -> Plan:
+    """The plan scaled down to `world_size` ranks of `backend`, and what that keeps of it.
+
+    Expert parallelism stays on when the plan has it, and so does the sharding of experts within it
+    where four or more ranks allow both. Raises InputError when `world_size` is not positive.
+    """
+    if world_size < 1:
+        fault = f"must be > 0, found {world_size}"
+        raise InputError("twin", field="world_size", fault=fault, fix="give the local ranks")
+    kept: list[str] = []
+    not_kept: list[str] = []
+
+    parallelism = _parallelism(plan.parallelism, analysis, world_size)
+    same_devices = world_size == plan.world_size and backend.training_dtype == plan.compute_dtype
+    longest = MAX_SEQUENCE_LENGTH.get(backend.device_type, plan.sequence_length)
+    accumulation = min(plan.gradient_accumulation, MAX_ACCUMULATION)
+    candidate = replace(
+        candidate_of(plan),
+        parallelism=parallelism,
+        dispatcher=plan.dispatcher if parallelism.ep > 1 else "none",
+        compute_dtype=backend.training_dtype,
+        expert_weight_format=_expert_format(plan, backend),
+    )
+    if not same_devices:
+        candidate = replace(
+            candidate,
+            micro_batch_size=min(plan.micro_batch_size, MAX_MICRO_BATCH),
+            gradient_accumulation=accumulation,
+            sequence_length=min(plan.sequence_length, longest),
+        )
+    _compare(plan, candidate, kept, not_kept)
+    if plan.world_size != world_size:
+        not_kept.append(f"{world_size} devices instead of {plan.world_size}")
+    if same_devices:
+        not_kept.append("fewer steps than the job")
+        predicted = plan.predicted
+    else:
+        bw_gbps, latency_us = LOCAL_FABRIC.get(backend.device_type, DEFAULT_LOCAL_FABRIC)
+        local = flat_cluster(
+            plan.cluster, backend, world_size, bw_gbps=bw_gbps, latency_us=latency_us
+        )
+        work = workload(analysis, plan.lora)
+        predicted = cost.predict(work, candidate, local)
+    return replace(
+        plan,
+        world_size=world_size,
+        predicted=predicted,
+        alternatives=[],
+        rejected={},
+        explanation=[f"Twin of the plan for {plan.world_size} devices of {plan.cluster}."],
+        origins=plan.origins if same_devices else cost.origins(work, candidate, local),
+        twin=Twin(of_world_size=plan.world_size, kept=kept, not_kept=not_kept),
+        **vars(candidate),
+    )
+
+
+def _parallelism(p: Parallelism, analysis: ModelAnalysis, world_size: int) -> Parallelism:
+    """Replicas are dropped first; then the largest EP that divides ranks and experts, among those
+    that leave experts sharded within EP if the plan does so and enough ranks are there."""
+    full_size = p.pp * p.dp_replicate * p.fsdp * p.tp
+    if world_size == full_size:
+        return p
+    experts = analysis.experts.count if analysis.experts else 1
+    possible = [d for d in divisors(world_size) if experts % d == 0 and d <= p.ep]
+    if p.efsdp > 1:
+        both = [d for d in possible if 1 < d < world_size]
+        possible = both or possible
+    ep = max(possible)
+    return Parallelism(fsdp=world_size, ep=ep, efsdp=world_size // ep)
+
+
+def _expert_format(plan: Plan, backend: Backend) -> str:
+    if backend.training_dtype == "float32":
+        return "fp32"
+    return "bf16" if plan.expert_weight_format == "fp32" else plan.expert_weight_format
+
+
+def _compare(plan: Plan, c: Candidate, kept: list[str], not_kept: list[str]) -> None:
+    """One sentence for each property, in the list where it belongs."""
+    p, q = plan.parallelism, c.parallelism
+    if p.ep == q.ep:
+        kept.append(f"expert parallelism of {p.ep}")
+    elif q.ep > 1:
+        kept.append("experts are spread over ranks and tokens are exchanged")
+        not_kept.append(f"expert parallelism of {q.ep} instead of {p.ep}")
+    else:
+        not_kept.append(f"no expert parallelism; the plan has {p.ep}")
+    if (p.efsdp > 1) == (q.efsdp > 1):
+        state = "sharded" if q.efsdp > 1 else "whole"
+        kept.append(f"experts are {state} within an expert-parallel rank")
+    else:
+        not_kept.append(f"experts are split over {q.efsdp} shards instead of {p.efsdp}")
+    if (p.fsdp > 1) == (q.fsdp > 1):
+        kept.append("other weights are sharded over all ranks")
+    else:
+        not_kept.append(f"weights are on {q.fsdp} shard instead of {p.fsdp}")
+    if p.dp_replicate > 1 and q.dp_replicate == 1:
+        not_kept.append(f"one replica instead of {p.dp_replicate}")
+    for name, title in (
+        ("dispatcher", "dispatcher"),
+        ("activation_checkpointing", "activation checkpointing"),
+        ("reshard_after_forward", "resharding after forward"),
+        ("expert_weight_format", "expert weight format"),
+        ("compute_dtype", "compute dtype"),
+        ("micro_batch_size", "micro-batch size"),
+        ("sequence_length", "sequence length"),
+        ("gradient_accumulation", "gradient accumulation"),
+    ):
+        before, after = getattr(plan, name), getattr(c, name)
+        if before == after:
+            kept.append(f"{title}: {after}")
+        else:
+            not_kept.append(f"{title}: {after} instead of {before}")
