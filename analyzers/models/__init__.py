@@ -44,12 +44,17 @@ def load_config(folder: str | Path, *, trust_remote_code: bool = False) -> PreTr
         raise _nothing_builds(path, model_type, own_code)
     try:
         if model_type in CONFIG_MAPPING:
-            return CONFIG_MAPPING[model_type].from_dict(data)
-        return AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
+            config = CONFIG_MAPPING[model_type].from_dict(data)
+        else:
+            config = AutoConfig.from_pretrained(
+                folder, trust_remote_code=True, local_files_only=True
+            )
     except Exception as e:  # config classes raise anything, from TypeError to their own errors
         first = str(e).strip().partition("\n")[0] or type(e).__name__
         fault = f"is refused by the class of '{model_type}': {first:.300}"
         raise InputError(path, fault=fault, fix="correct the value") from e
+    config.name_or_path = str(folder)
+    return config
 
 
 def build_on_meta(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -61,10 +66,13 @@ def build_on_meta(config: PreTrainedConfig, *, dtype: torch.dtype | None = None)
     from transformers import initialization
 
     register_own_models()
-    where = getattr(config, "_name_or_path", "") or "config.json"
+    where = Path(config.name_or_path) / "config.json"
     cls = model_class(config)
     if cls is None:
         raise _nothing_builds(where, config.model_type, own_code=False)
+    # As the Auto classes do: a text-only class of a multimodal config takes the text part.
+    if cls.config_class is (getattr(config, "sub_configs", None) or {}).get("text_config"):
+        config = config.get_text_config()
     kwargs = {} if dtype is None else {"dtype": dtype}
     try:
         with torch.device("meta"), initialization.no_init_weights():
@@ -72,7 +80,7 @@ def build_on_meta(config: PreTrainedConfig, *, dtype: torch.dtype | None = None)
     except Exception as e:  # model classes raise anything on values that do not go together
         first = str(e).strip().partition("\n")[0] or type(e).__name__
         fault = f"{cls.__name__} cannot be built: {first:.300}"
-        raise InputError(where, fault=fault, fix="correct the config's values") from e
+        raise InputError(where, fault=fault) from e
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
@@ -109,12 +117,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 @functools.cache
 def register_own_models() -> None:
     """Registers the classes of this package with transformers' Auto classes, once."""
-    from importlib.util import find_spec
+    from analyzers.models import kimi_k3
 
-    if find_spec("analyzers.models.kimi_k3"):
-        from analyzers.models import kimi_k3
-
-        kimi_k3.register()
+    kimi_k3.register()
 
 
 def _nothing_builds(where: str | Path, model_type: str, own_code: bool) -> InputError:
