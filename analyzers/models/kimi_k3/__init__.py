@@ -26,8 +26,11 @@ def register() -> None:
     AutoModelForCausalLM.register(KimiK3TextConfig, KimiK3ForCausalLM, exist_ok=True)
     # The Auto classes descend to text_config by themselves when the model class asks for a text config;
     # their own `register` refuses such a pair, the mappings do not.
-    MODEL_MAPPING.register(KimiK3Config, KimiK3TextModel, exist_ok=True)
-    MODEL_FOR_CAUSAL_LM_MAPPING.register(KimiK3Config, KimiK3ForCausalLM, exist_ok=True)
+    for mapping, model in (
+        (MODEL_MAPPING, KimiK3TextModel),
+        (MODEL_FOR_CAUSAL_LM_MAPPING, KimiK3ForCausalLM),
+    ):
+        mapping.register(KimiK3Config, model, exist_ok=True)  # pyright: ignore[reportArgumentType]
     register_checkpoint_conversion_mapping(
         KimiK3TextConfig.model_type, checkpoint_conversion(), overwrite=True
     )

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF012  (class attributes as transformers spells them)
 """Configuration of Kimi-K3, read from the released `config.json` as it stands.
 
 The released `text_config` carries model_type `kimi_linear`, which transformers maps to the smaller
@@ -8,7 +9,7 @@ forget gate, the output gates and the block attention residuals.
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
-from transformers.configuration_utils import PreTrainedConfig
+from transformers.configuration_utils import PreTrainedConfig, SubConfigSpec
 from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
 
 
@@ -106,7 +107,9 @@ class KimiK3TextConfig(KimiLinearConfig):
             self.layer_types = self._layer_types(linear)
         if self.mlp_layer_types is None:
             self.mlp_layer_types = [
-                "sparse" if i >= self.first_k_dense_replace and i % self.moe_layer_freq == 0 else "dense"
+                "sparse"
+                if i >= self.first_k_dense_replace and i % self.moe_layer_freq == 0
+                else "dense"
                 for i in range(self.num_hidden_layers)
             ]
         super().__post_init__(**kwargs)
@@ -131,7 +134,9 @@ class KimiK3TextConfig(KimiLinearConfig):
         for field in ("layer_types", "mlp_layer_types"):
             kinds = getattr(self, field)
             if kinds is not None and len(kinds) != self.num_hidden_layers:
-                raise ValueError(f"{field}: {len(kinds)} entries for {self.num_hidden_layers} layers")
+                raise ValueError(
+                    f"{field}: {len(kinds)} entries for {self.num_hidden_layers} layers"
+                )
         if self.attn_res_block_size < 1:
             raise ValueError(f"attn_res_block_size: {self.attn_res_block_size} is not positive")
         for field, only in (
@@ -140,7 +145,9 @@ class KimiK3TextConfig(KimiLinearConfig):
             ("mla_use_nope", True),
         ):
             if getattr(self, field) != only:
-                raise ValueError(f"{field}: {getattr(self, field)!r} is not supported, only {only!r}")
+                raise ValueError(
+                    f"{field}: {getattr(self, field)!r} is not supported, only {only!r}"
+                )
 
 
 @strict
@@ -150,7 +157,7 @@ class KimiK3Config(PreTrainedConfig):
     """
 
     model_type = "kimi_k3"
-    sub_configs_defaults = {"text_config": KimiK3TextConfig}
+    sub_configs_defaults = {"text_config": SubConfigSpec(config_class=KimiK3TextConfig)}
 
     text_config: dict | PreTrainedConfig | None = None
     vision_config: dict | None = None
@@ -162,7 +169,11 @@ class KimiK3Config(PreTrainedConfig):
             self.checkpoint_quantization_config = quantization
         if isinstance(self.text_config, dict):
             # Token ids stand at the top level; the text model needs them too.
-            ids = {k: v for k, v in kwargs.items() if k in ("pad_token_id", "bos_token_id", "eos_token_id")}
+            ids = {
+                k: v
+                for k, v in kwargs.items()
+                if k in ("pad_token_id", "bos_token_id", "eos_token_id")
+            }
             self.text_config = {**ids, **self.text_config}
         super().__post_init__(**kwargs)
 

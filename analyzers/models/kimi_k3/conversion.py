@@ -49,26 +49,29 @@ class PadHeads(ConversionOps):
         return TrimHeads()
 
 
-class Mxfp4Unpack(ConversionOps):
-    """Unpacks every `*.weight_packed` with the `*.weight_scale` of the same expert.
+class UnpackAndMergeModulelist(MergeModulelist):
+    """Unpacks every expert's `weight_packed` with its `weight_scale` and stacks the experts.
 
-    The loader has already cast the bytes to the parameter's dtype, which holds 0..255 exactly.
+    The loader has cast the bytes to the parameter's dtype by then, which holds 0..255 exactly.
     """
 
     @torch.no_grad()
     def convert(self, input_dict: dict[str, Any], source_patterns, target_patterns, **kwargs):
-        weights = {}
-        for pattern in [p for p in source_patterns if p.endswith("weight_packed")]:
+        patterns = [p for p in source_patterns if p.endswith("weight_packed")]
+        merged = {}
+        for pattern in patterns:
             packed = input_dict.pop(pattern)
             scales = input_dict.pop(pattern.replace("weight_packed", "weight_scale"))
             dtype = packed[0].dtype
             if not dtype.is_floating_point:
-                dtype = kwargs["model"].get_parameter(kwargs["full_layer_name"]).dtype
-            weights[pattern] = [
-                unpack_mxfp4(p.to(torch.uint8), s.to(torch.uint8), dtype)
-                for p, s in zip(packed, scales, strict=True)
-            ]
-        return weights
+                dtype = kwargs["model"].dtype
+            rows, columns = packed[0].shape
+            # Filled one by one: a layer's experts at once and stacked would take twice the memory.
+            weight = packed[0].new_empty(len(packed), rows, 2 * columns, dtype=dtype)
+            for expert, (codes, scale) in enumerate(zip(packed, scales, strict=True)):
+                weight[expert] = unpack_mxfp4(codes.to(torch.uint8), scale.to(torch.uint8), dtype)
+            merged[self.get_target_pattern(len(patterns), pattern, target_patterns)] = weight
+        return merged
 
 
 class PackedWeightConverter(WeightConverter):
@@ -82,12 +85,13 @@ class PackedWeightConverter(WeightConverter):
             for p in self._original_source_patterns
             if p.endswith("weight_packed")
         ]
-        plain = WeightConverter(sources, list(self._original_target_patterns), self.operations[1:])
+        operations = [MergeModulelist(dim=0), *self.operations[1:]]
+        plain = WeightConverter(sources, list(self._original_target_patterns), operations)
         plain.scope_prefix, plain.base_model_prefix = self.scope_prefix, self.base_model_prefix
         return plain.reverse_transform()
 
 
-def checkpoint_conversion() -> list[WeightTransform]:
+def checkpoint_conversion() -> list[WeightConverter | WeightRenaming]:
     """The conversion mapping from released names, packed or not, to `KimiK3ForCausalLM`'s parameters."""
     gate, up, down = (rf"\.experts.*.{w}.weight" for w in ("w1", "w3", "w2"))
     moe = r"(gate\.|experts\.|shared_experts\.|routed_expert_)"
@@ -110,12 +114,12 @@ def checkpoint_conversion() -> list[WeightTransform]:
         PackedWeightConverter(
             [gate + "_packed", gate + "_scale", up + "_packed", up + "_scale"],
             r"\.experts.gate_up_proj",
-            [Mxfp4Unpack(), MergeModulelist(dim=0), Concatenate(dim=1)],
+            [UnpackAndMergeModulelist(dim=0), Concatenate(dim=1)],
         ),
         PackedWeightConverter(
             [down + "_packed", down + "_scale"],
             r"\.experts.down_proj",
-            [Mxfp4Unpack(), MergeModulelist(dim=0)],
+            [UnpackAndMergeModulelist(dim=0)],
         ),
         WeightConverter(
             [gate, up],

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF012  (class attributes as transformers spells them)
 """The text model of Kimi-K3 (arXiv 2607.24653), built on transformers' Kimi-Linear.
 
 What differs from Kimi-Linear: a bounded forget gate, a full-rank output gate, gated latent attention,
@@ -5,6 +6,7 @@ experts in a latent space with SiTU-GLU, and attention residuals over blocks of 
 """
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import nn
@@ -101,7 +103,12 @@ class KimiK3ForgetGate(KimiLinearForgetGate):
 
 
 @use_kernelized_func(
-    [chunk_kimi_delta_attention, recurrent_kimi_delta_attention, causal_conv1d_fn, causal_conv1d_update]
+    [
+        chunk_kimi_delta_attention,
+        recurrent_kimi_delta_attention,
+        causal_conv1d_fn,
+        causal_conv1d_update,
+    ]
 )
 class KimiK3DeltaAttention(KimiLinearDeltaAttention):
     """Kimi delta attention with a bounded forget gate and a full-rank output gate."""
@@ -146,7 +153,9 @@ class KimiK3DeltaAttention(KimiLinearDeltaAttention):
             mixed_qkv = causal_conv1d_fn(
                 mixed_qkv, weight=weight, bias=None, activation=self.activation, **kwargs
             )[:, :, -seq_len:]
-        query, key, value = (x.reshape(hidden_shape) for x in mixed_qkv.transpose(1, 2).chunk(3, dim=-1))
+        query, key, value = (
+            x.reshape(hidden_shape) for x in mixed_qkv.transpose(1, 2).chunk(3, dim=-1)
+        )
 
         one_token = recurrent_state is not None and seq_len == 1
         delta_rule = recurrent_kimi_delta_attention if one_token else chunk_kimi_delta_attention
@@ -179,7 +188,7 @@ class KimiK3Attention(KimiLinearAttention):
         super().__init__(config, layer_idx)
         self.g_proj = None
         if config.mla_use_output_gate:
-            self.g_proj = nn.Linear(self.hidden_size, self.num_heads * self.v_head_dim, bias=False)
+            self.g_proj = nn.Linear(self.hidden_size, self.o_proj.in_features, bias=False)
 
     def forward(
         self,
@@ -189,14 +198,16 @@ class KimiK3Attention(KimiLinearAttention):
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         batch_size, seq_length = hidden_states.shape[:-1]
-        if self.q_lora_rank is None:
-            query = self.q_proj(hidden_states)
-        else:
-            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+        query = hidden_states
+        for project in (self.q_proj, self.q_a_proj, self.q_a_layernorm, self.q_b_proj):
+            if project is not None:  # either the first or the three others
+                query = project(query)
         query = query.view(batch_size, seq_length, -1, self.qk_head_dim).transpose(1, 2)
 
         kv_latent, k_shared = torch.split(
-            self.kv_a_proj_with_mqa(hidden_states), [self.kv_lora_rank, self.qk_rope_head_dim], dim=-1
+            self.kv_a_proj_with_mqa(hidden_states),
+            [self.kv_lora_rank, self.qk_rope_head_dim],
+            dim=-1,
         )
         # The cache holds both as single heads: [B, 1, T, width]
         kv_latent = self.kv_a_layernorm(kv_latent).unsqueeze(1)
@@ -206,7 +217,7 @@ class KimiK3Attention(KimiLinearAttention):
         key, value = self.expand_kv(kv_latent, k_shared)
 
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
+            self.config._attn_implementation or "eager", eager_attention_forward
         )
         output, weights = attention_interface(
             self,
@@ -250,11 +261,14 @@ class KimiK3Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(
             torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim)
         )
-        self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
+        self.down_proj = nn.Parameter(
+            torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim)
+        )
         self.betas = config.activation_situ_beta, config.activation_situ_linear_beta
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return situ_glu(*gate_up.chunk(2, dim=-1), *self.betas)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return situ_glu(gate, up, *self.betas)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -287,12 +301,16 @@ class KimiK3MoE(nn.Module):
             else nn.Identity()
         )
         self.routed_expert_up_proj = nn.Linear(latent, hidden, bias=False)
-        self.shared_experts = KimiK3MLP(config, config.moe_intermediate_size * config.n_shared_experts)
+        self.shared_experts = KimiK3MLP(
+            config, config.moe_intermediate_size * config.n_shared_experts
+        )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         _, weights, indices = self.gate(hidden_states)
         latent = self.routed_expert_down_proj(hidden_states)
-        routed = self.experts(latent.view(-1, latent.shape[-1]), indices, weights).view(latent.shape)
+        routed = self.experts(latent.view(-1, latent.shape[-1]), indices, weights).view(
+            latent.shape
+        )
         routed = self.routed_expert_up_proj(self.routed_expert_norm(routed))
         return routed + self.shared_experts(hidden_states)
 
@@ -302,6 +320,8 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: KimiK3TextConfig, layer_idx: int):
         super().__init__()
+        assert config.layer_types is not None
+        assert config.mlp_layer_types is not None
         self.block_type = config.layer_types[layer_idx]
         self.starts_block = layer_idx % config.attn_res_block_size == 0
         attention = KimiK3Attention if self.block_type == "full_attention" else KimiK3DeltaAttention
@@ -367,14 +387,18 @@ class KimiK3PreTrainedModel(KimiLinearPreTrainedModel):
         if isinstance(module, KimiK3ForgetGate) and module.lower_bound is not None:
             init.zeros_(module.A_log)  # a steep gate would start saturated at its bounds
         elif isinstance(module, KimiK3Experts):
-            init.normal_(module.gate_up_proj, mean=0.0, std=self.config.initializer_range)
-            init.normal_(module.down_proj, mean=0.0, std=self.config.initializer_range)
+            for weight in module.parameters(recurse=False):
+                init.normal_(weight, mean=0.0, std=self.config.initializer_range)
         elif isinstance(module, KimiK3AttentionResidual):
             init.ones_(module.norm_weight)
             init.normal_(module.proj_weight, mean=0.0, std=self.config.initializer_range)
 
     def _adjust_missing_and_unexpected_keys(self, loading_info) -> None:
-        vision = [k for k in loading_info.unexpected_keys if k.startswith(("vision_tower.", "mm_projector."))]
+        vision = [
+            k
+            for k in loading_info.unexpected_keys
+            if k.startswith(("vision_tower.", "mm_projector."))
+        ]
         if vision:
             logger.warning(
                 f"{len(vision)} tensors of the vision tower and its projector are ignored: "
@@ -387,7 +411,9 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
     def __init__(self, config: KimiK3TextConfig):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.layers = nn.ModuleList([KimiK3DecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList(
+            [KimiK3DecoderLayer(config, i) for i in range(config.num_hidden_layers)]
+        )
         self.output_attn_res = KimiK3AttentionResidual(config)
         self.norm = KimiLinearRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
@@ -399,7 +425,7 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
@@ -407,20 +433,19 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
     ) -> MoeModelOutputWithPast:
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
+        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         if position_ids is None:
             seen = cache.get_seq_length() if cache is not None else 0
-            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)
-            position_ids = (position_ids + seen).unsqueeze(0)
+            position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device) + seen
+            position_ids = position_ids.unsqueeze(0)
 
-        masks = attention_mask
-        if not isinstance(masks, dict):
+        masks = attention_mask if isinstance(attention_mask, dict) else {}
+        if not masks:
             mask_kwargs = {
                 "config": self.config,
-                "inputs_embeds": inputs_embeds,
+                "inputs_embeds": hidden_states,
                 "attention_mask": attention_mask,
                 "cache": cache,
                 "position_ids": position_ids,
@@ -430,12 +455,12 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
                 "linear_attention": create_recurrent_attention_mask(**mask_kwargs),
             }
 
-        hidden_states, bank = inputs_embeds, None
+        bank = None
         for layer in self.layers:
             hidden_states, bank = layer(
                 hidden_states,
                 bank,
-                attention_mask=masks[layer.block_type],
+                attention_mask=masks[cast(str, layer.block_type)],
                 position_ids=position_ids,
                 cache=cache,
                 use_cache=use_cache,

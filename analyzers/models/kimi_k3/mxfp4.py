@@ -21,13 +21,17 @@ def unpack_mxfp4(
     """
     columns = packed.shape[-1] * 2
     if scale.shape != (*packed.shape[:-1], columns // GROUP) or columns % GROUP:
-        raise ValueError(f"weight_packed {tuple(packed.shape)} and weight_scale {tuple(scale.shape)}")
+        raise ValueError(
+            f"weight_packed {tuple(packed.shape)} and weight_scale {tuple(scale.shape)}"
+        )
     codes = torch.tensor([*_MAGNITUDES, *(-m for m in _MAGNITUDES)], device=packed.device)
     byte = torch.arange(256, device=packed.device)
     pairs = torch.stack([codes[byte & 0xF], codes[byte >> 4]], dim=-1)
     factors = torch.exp2(torch.arange(256, device=packed.device, dtype=torch.float64) - 127)
     factors[255] = torch.nan
-    values = pairs[packed.int()].reshape(*scale.shape, GROUP) * factors.float()[scale.int()].unsqueeze(-1)
+    values = pairs[packed.int()].reshape(*scale.shape, GROUP) * factors.float()[
+        scale.int()
+    ].unsqueeze(-1)
     return values.reshape(*packed.shape[:-1], columns).to(dtype)
 
 
