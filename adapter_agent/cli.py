@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import traceback
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -435,6 +436,9 @@ def _print_json_of(document: Any) -> None:
 
 def main() -> None:
     """Runs `adapt`; turns what a user can cause into one line and its exit status."""
+    if not sys.warnoptions:
+        # Deprecations inside libraries: nothing that a user can act on. `python -W` shows them.
+        warnings.simplefilter("ignore")
     try:
         app()
     except AdaptError as e:

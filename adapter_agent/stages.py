@@ -10,11 +10,12 @@ from adapter_agent.run_directory import RunDirectory, StageState
 from adapter_agent.terminal import Terminal
 from adapter_agent.words import count, shape
 from analyzers.documents import read_document, write_document
+from analyzers.errors import ProofError
 
 if TYPE_CHECKING:
     from analyzers.schema import ModelAnalysis
     from codegen.schema import KernelSet, OperatorMap
-    from runtime.schema import StepMetrics, ValidationReport
+    from runtime.schema import StepMetrics
     from strategies.cluster import Cluster
     from strategies.schema import Job, Plan
 
@@ -144,13 +145,13 @@ def validate(context: Context) -> Outcome:
 
     if context.analysis.checkpoint is None:
         return Outcome("the model folder has no weights: planned, not proved", "skipped")
-    report: ValidationReport = runtime.validate(context.run.path, progress=context.progress)
-    passed = sum(c.passed for c in report.checks)
-    note = f"{passed} of {len(report.checks)} checks passed on {report.world_size} {report.device}"
-    if report.passed:
-        return Outcome(note)
-    bad = next((c for c in report.checks if not c.passed), None)
-    return Outcome(f"{note}; {bad.name}: {bad.detail}" if bad else note, "failed")
+    try:
+        report = runtime.validate(context.run.path, progress=context.progress)
+    except ProofError as e:
+        return Outcome(str(e), "failed")
+    return Outcome(
+        f"{len(report.checks)} checks passed on {report.world_size} ranks of {report.device}"
+    )
 
 
 def train(context: Context) -> Outcome:

@@ -56,17 +56,17 @@ def _letters(analysis: ModelAnalysis) -> dict[str, str]:
 
 def layer_legend(analysis: ModelAnalysis) -> str:
     names = ", ".join(f"{letter} {mixer}" for mixer, letter in _letters(analysis).items())
-    dense = any(layer.feed_forward == "dense" for layer in analysis.layers)
-    return f"{names}; small: dense feed-forward" if dense else names
+    dense = [layer.index for layer in analysis.layers if layer.feed_forward == "dense"]
+    if not dense or len(dense) == len(analysis.layers):
+        return names
+    which = f"layer {dense[0]}" if len(dense) == 1 else f"{len(dense)} layers"
+    return f"{names}; dense feed-forward in {which}"
 
 
 def layer_pattern(analysis: ModelAnalysis) -> str:
-    """The layers in order with repeats folded, e.g. `kKKM KKKM x5`; small letters are dense."""
+    """The mixers in order with repeats folded, e.g. `KKKM x6 KKM`."""
     letters = _letters(analysis)
-    text = "".join(
-        letters[layer.mixer].lower() if layer.feed_forward == "dense" else letters[layer.mixer]
-        for layer in analysis.layers
-    )
+    text = "".join(letters[layer.mixer] for layer in analysis.layers)
     folded: list[str] = []
     plain = ""
     while text:

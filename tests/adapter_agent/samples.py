@@ -256,8 +256,12 @@ def fill(run: RunDirectory) -> None:
         evidence="analyzers/backends/cpu.yaml",
     )
     write_document(OperatorMap(backend="cpu", operators=[choice]), run / "operators.json")
+    write_kernels(run)
+    write_document(plan(), run / "plan.json")
+    write_document(validation(), run / "validation.json")
+
+
+def write_kernels(run: RunDirectory) -> None:
     write_text(run / "kernels/kda.py", "x = 1\n")
     write_text(run / "kernels/kda_reference.py", "x = 1\n")
     write_document(kernel_set(), run / "kernels/manifest.json")
-    write_document(plan(), run / "plan.json")
-    write_document(validation(), run / "validation.json")

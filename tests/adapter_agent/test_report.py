@@ -1,0 +1,95 @@
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from adapter_agent.report import COMMENT_LIMIT, write_report
+from adapter_agent.review import write_decision
+from adapter_agent.run_directory import open_run
+from analyzers.documents import write_document
+from strategies.schema import Job
+from tests.adapter_agent import samples
+
+SECTIONS = ["model", "operators", "kernels", "plan", "review", "validation", "training", "run"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    with samples.finished_run(tmp_path_factory.mktemp("run")) as run:
+        write_decision(run, approve=True, by="ada", why="read it")
+        write_report(run)
+        yield run
+
+
+def test_the_page_has_every_section_and_figure(finished):
+    page = (finished / "report.html").read_text()
+    ids = re.findall(r'<section id="(\w+)">', page)
+    assert ids == SECTIONS
+    for label in ("Layers", "Parameters", "Memory", "Step time", "Training loss", "Tokens per"):
+        assert f'aria-label="{label}' in page
+    for text in ("ep_invariance", "kda.py", "approved", "slower all-gather", "3: memory"):
+        assert text in page
+
+
+def test_the_page_asks_nothing_of_a_network(finished):
+    class Tags(HTMLParser):
+        found: list[tuple[str, str]] = []  # noqa: RUF012
+
+        def handle_starttag(self, tag, attrs):
+            assert tag not in ("script", "link", "img", "iframe", "object")
+            self.found += [(k, v or "") for k, v in attrs if k in ("src", "href", "xlink:href")]
+
+    page = (finished / "report.html").read_text()
+    parser = Tags()
+    parser.feed(page)
+    assert all(k == "href" and v.startswith("#") for k, v in parser.found)
+    assert "://" not in page
+    assert "url(" not in page
+    assert "@import" not in page
+
+
+def test_the_page_serves_light_and_dark(finished):
+    assert "prefers-color-scheme: dark" in (finished / "report.html").read_text()
+
+
+def test_what_documents_say_is_escaped(finished):
+    page = (finished / "report.html").read_text()
+    assert "a note with &lt;angle&gt; brackets &amp; an ampersand" in page
+
+
+def test_the_comment_has_every_section_and_fits(finished):
+    text = (finished / "report.md").read_text()
+    assert re.findall(r"^## (\w+)", text, re.M) == [s.capitalize() for s in SECTIONS]
+    assert len(text) < COMMENT_LIMIT
+    assert r"no \| native operator" in text
+
+
+def test_an_endless_comment_is_cut_and_says_so(tmp_path):
+    with samples.finished_run(tmp_path) as run:
+        plan = replace(samples.plan(), explanation=["word " * 2000] * 20)
+        write_document(plan, run / "plan.json")
+        write_report(run)
+        text = (run / "report.md").read_text()
+    assert len(text) <= COMMENT_LIMIT
+    assert text.endswith("(cut here: the rest is in report.html)\n")
+
+
+def test_a_run_that_stopped_early_is_reported_with_what_there_is(tmp_path):
+    with open_run(tmp_path, samples.INPUTS) as run:
+        write_document(
+            Job(model="/models/tiny", cluster="/c/two-ranks.yaml", backend="cpu"), run / "job.json"
+        )
+        run.set_stage("train", "skipped", note="no --data FILE.jsonl was given")
+        page = write_report(run).read_text()
+    assert re.findall(r'<section id="(\w+)">', page) == SECTIONS
+    assert "skipped: no --data FILE.jsonl was given" in page
+    assert "pending" in page
+
+
+def test_a_failed_check_is_plain_to_see(tmp_path):
+    with samples.finished_run(tmp_path) as run:
+        write_document(samples.validation(passed=False), run / "validation.json")
+        page = write_report(run).read_text()
+    assert "✗ failed" in page
+    assert "**failed**" in (tmp_path / "report.md").read_text()
