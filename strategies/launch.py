@@ -37,14 +37,13 @@ set -euo pipefail
 
 run_dir={run_dir}
 {environment}
-head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export head_node
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 srun torchrun \\
     --nnodes {nodes} \\
     --nproc-per-node {per_node} \\
     --rdzv-backend c10d \\
     --rdzv-id "$SLURM_JOB_ID" \\
-    --rdzv-endpoint "$head_node:{port}" \\
+    --rdzv-endpoint "${{hosts[0]}}:{port}" \\
     -m runtime "$run_dir" --stage "${{1:-train}}"
 """
 

@@ -69,12 +69,14 @@ def memory(work: Workload, c: Candidate, device: Backend) -> Memory:
     """GiB by part. The largest moments of different parts are added although they need not
     coincide (logits live when no block is recomputed), so the peak errs upwards."""
     p, dtype = c.parallelism, COMPUTE_BYTES[c.compute_dtype]
-    shards = p.fsdp * p.tp
-    assert p.ep * p.efsdp == shards
+    dense_shards, expert_shards = p.fsdp * p.tp, p.ep * p.efsdp
+    assert dense_shards == expert_shards
     expert_bytes = EXPERT_BYTES[c.expert_weight_format]
 
-    frozen = (work.dense_parameters * dtype + work.routed_parameters * expert_bytes) / shards
-    adapters = (work.dense_adapters + work.expert_adapters) * ADAPTER_BYTES / shards
+    frozen = work.dense_parameters * dtype / dense_shards
+    frozen += work.routed_parameters * expert_bytes / expert_shards
+    adapters = work.dense_adapters * ADAPTER_BYTES / dense_shards
+    adapters += work.expert_adapters * ADAPTER_BYTES / expert_shards
     gradients, optimizer = adapters, 2 * adapters
 
     transient = {

@@ -156,6 +156,8 @@ class Plan:
     explanation: list[str] = field(default_factory=list)
     origins: dict[str, str] = field(default_factory=dict)
     """Where the rates came from: quantity -> `spec`, `measured`, `note`, `default`."""
+    backend: str | None = None
+    """Name of the devices' backend."""
     lora: Lora = field(default_factory=Lora)
     """The adapters that the prediction is for (the job's)."""
     twin: Twin | None = None

@@ -108,6 +108,7 @@ def search(
         alternatives=_alternatives(points),
         rejected=dict(sorted(rejected.items())),
         origins=cost.origins(work, best.candidate, cluster),
+        backend=cluster.device.name,
         lora=job.lora,
         **vars(best.candidate),
     )

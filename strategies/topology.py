@@ -209,7 +209,8 @@ def _as_input_error(path: Path, error: ValidationError) -> InputError:
     elif kind in ("greater_than", "greater_than_equal", "less_than_equal"):
         sign = {"greater_than": ">", "greater_than_equal": ">=", "less_than_equal": "<="}[kind]
         limit = next(iter(context.values()))
-        fault, fix = f"must be {sign} {limit:g}, found {shown}", "correct the number"
+        limit = int(limit) if limit == int(limit) else limit
+        fault, fix = f"must be {sign} {limit}, found {shown}", "correct the number"
     elif kind == "literal_error":
         fault, fix = f"{shown} is not known", f"one of: {context['expected']}"
     elif kind in ("too_short", "string_too_short"):

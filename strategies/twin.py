@@ -21,6 +21,16 @@ MAX_SEQUENCE_LENGTH = {"cpu": 256}
 LOCAL_FABRIC = {"cpu": (1.0, 200.0)}
 """GB/s and microseconds between local ranks, by device type; assumed, nobody measured them here."""
 DEFAULT_LOCAL_FABRIC = (50.0, 20.0)
+TITLES = {
+    "dispatcher": "dispatcher",
+    "activation_checkpointing": "activation checkpointing",
+    "reshard_after_forward": "resharding after forward",
+    "expert_weight_format": "expert weight format",
+    "compute_dtype": "compute dtype",
+    "micro_batch_size": "micro-batch size",
+    "sequence_length": "sequence length",
+    "gradient_accumulation": "gradient accumulation",
+}
 
 
 def twin(plan: Plan, analysis: ModelAnalysis, world_size: int, backend: Backend) -> Plan:
@@ -32,48 +42,43 @@ def twin(plan: Plan, analysis: ModelAnalysis, world_size: int, backend: Backend)
     if world_size < 1:
         fault = f"must be > 0, found {world_size}"
         raise InputError("twin", field="world_size", fault=fault, fix="give the local ranks")
-    kept: list[str] = []
-    not_kept: list[str] = []
+    if world_size == plan.world_size and backend.name == plan.backend:
+        kept, _ = _compare(plan, candidate_of(plan))
+        same = Twin(of_world_size=world_size, kept=kept, not_kept=["fewer steps than the job"])
+        return replace(plan, twin=same)
 
     parallelism = _parallelism(plan.parallelism, analysis, world_size)
-    same_devices = world_size == plan.world_size and backend.training_dtype == plan.compute_dtype
     longest = MAX_SEQUENCE_LENGTH.get(backend.device_type, plan.sequence_length)
-    accumulation = min(plan.gradient_accumulation, MAX_ACCUMULATION)
     candidate = replace(
         candidate_of(plan),
         parallelism=parallelism,
+        micro_batch_size=min(plan.micro_batch_size, MAX_MICRO_BATCH),
+        sequence_length=min(plan.sequence_length, longest),
+        gradient_accumulation=min(plan.gradient_accumulation, MAX_ACCUMULATION),
         dispatcher=plan.dispatcher if parallelism.ep > 1 else "none",
         compute_dtype=backend.training_dtype,
         expert_weight_format=_expert_format(plan, backend),
     )
-    if not same_devices:
-        candidate = replace(
-            candidate,
-            micro_batch_size=min(plan.micro_batch_size, MAX_MICRO_BATCH),
-            gradient_accumulation=accumulation,
-            sequence_length=min(plan.sequence_length, longest),
-        )
-    _compare(plan, candidate, kept, not_kept)
-    if plan.world_size != world_size:
+    bw_gbps, latency_us = LOCAL_FABRIC.get(backend.device_type, DEFAULT_LOCAL_FABRIC)
+    local = flat_cluster(plan.cluster, backend, world_size, bw_gbps=bw_gbps, latency_us=latency_us)
+    work = workload(analysis, plan.lora)
+    kept, not_kept = _compare(plan, candidate)
+    if world_size != plan.world_size:
         not_kept.append(f"{world_size} devices instead of {plan.world_size}")
-    if same_devices:
-        not_kept.append("fewer steps than the job")
-        predicted = plan.predicted
-    else:
-        bw_gbps, latency_us = LOCAL_FABRIC.get(backend.device_type, DEFAULT_LOCAL_FABRIC)
-        local = flat_cluster(
-            plan.cluster, backend, world_size, bw_gbps=bw_gbps, latency_us=latency_us
-        )
-        work = workload(analysis, plan.lora)
-        predicted = cost.predict(work, candidate, local)
+    if backend.name != plan.backend and plan.backend:
+        not_kept.append(f"{backend.title} instead of {plan.backend}")
     return replace(
         plan,
         world_size=world_size,
-        predicted=predicted,
+        backend=backend.name,
+        predicted=cost.predict(work, candidate, local),
         alternatives=[],
         rejected={},
-        explanation=[f"Twin of the plan for {plan.world_size} devices of {plan.cluster}."],
-        origins=plan.origins if same_devices else cost.origins(work, candidate, local),
+        explanation=[
+            f"Twin of the plan for {plan.world_size} devices of {plan.cluster}; the links between "
+            f"the local ranks are assumed, {bw_gbps:g} GB/s and {latency_us:g} us."
+        ],
+        origins=cost.origins(work, candidate, local),
         twin=Twin(of_world_size=plan.world_size, kept=kept, not_kept=not_kept),
         **vars(candidate),
     )
@@ -100,8 +105,10 @@ def _expert_format(plan: Plan, backend: Backend) -> str:
     return "bf16" if plan.expert_weight_format == "fp32" else plan.expert_weight_format
 
 
-def _compare(plan: Plan, c: Candidate, kept: list[str], not_kept: list[str]) -> None:
-    """One sentence for each property, in the list where it belongs."""
+def _compare(plan: Plan, c: Candidate) -> tuple[list[str], list[str]]:
+    """What is kept and what is not: one line for each property, in one of the two lists."""
+    kept: list[str] = []
+    not_kept: list[str] = []
     p, q = plan.parallelism, c.parallelism
     if p.ep == q.ep:
         kept.append(f"expert parallelism of {p.ep}")
@@ -121,18 +128,10 @@ def _compare(plan: Plan, c: Candidate, kept: list[str], not_kept: list[str]) -> 
         not_kept.append(f"weights are on {q.fsdp} shard instead of {p.fsdp}")
     if p.dp_replicate > 1 and q.dp_replicate == 1:
         not_kept.append(f"one replica instead of {p.dp_replicate}")
-    for name, title in (
-        ("dispatcher", "dispatcher"),
-        ("activation_checkpointing", "activation checkpointing"),
-        ("reshard_after_forward", "resharding after forward"),
-        ("expert_weight_format", "expert weight format"),
-        ("compute_dtype", "compute dtype"),
-        ("micro_batch_size", "micro-batch size"),
-        ("sequence_length", "sequence length"),
-        ("gradient_accumulation", "gradient accumulation"),
-    ):
+    for name, title in TITLES.items():
         before, after = getattr(plan, name), getattr(c, name)
         if before == after:
             kept.append(f"{title}: {after}")
         else:
             not_kept.append(f"{title}: {after} instead of {before}")
+    return kept, not_kept

@@ -213,3 +213,9 @@ def k3() -> ModelAnalysis:
 @pytest.fixture(scope="session")
 def tiny() -> ModelAnalysis:
     return make_tiny()
+
+
+@pytest.fixture(scope="session")
+def small_models() -> dict[int, ModelAnalysis]:
+    """Three-layer models by their number of experts."""
+    return {n: make_tiny(count=n, top_k=min(4, n), layers=3) for n in (4, 6, 8)}
