@@ -7,28 +7,32 @@ import sys
 from pathlib import Path
 
 from analyzers.errors import AdaptError
+from runtime.launch import ERROR_LINE, die_with_parent
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m runtime", description=__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--stage", choices=["train", "validate"], default="train")
+    parser.add_argument("--plan", type=Path, help="another plan than RUN_DIR/plan.json")
     arguments = parser.parse_args()
+    die_with_parent()
 
-    from runtime.build import fail, process_group
+    from runtime.build import Documents, process_group
 
     try:
+        documents = Documents.read(arguments.run_dir, arguments.plan)
         with process_group() as device:
             if arguments.stage == "train":
-                from runtime.train import train_rank
+                from runtime.training import train_rank
 
-                train_rank(arguments.run_dir, device)
+                train_rank(documents, device)
             else:
-                from runtime.validate import validate_rank
+                from runtime.validation import validate_rank
 
-                validate_rank(arguments.run_dir, device)
+                validate_rank(documents, device)
     except AdaptError as e:
-        fail(e)
+        print(f"{ERROR_LINE} {e.exit_status}: {e}", file=sys.stderr, flush=True)
         return e.exit_status
     return 0
 

@@ -83,7 +83,7 @@ def _linear_names(model: nn.Module, analysis: ModelAnalysis, part: str) -> list[
 
 
 def layers_name(model: nn.Module) -> str:
-    """Name of the list of decoder layers, e.g. `model.layers`: the longest one of the text model."""
+    """Name of the list of decoder layers, e.g. `model.layers`: the longest one of the model."""
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     lists = {
         name: module

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from analyzers.schema import ModelAnalysis
 from runtime.adapters import initialise_adapters, insert_adapters
 from runtime.data import Dataset, load_dataset
 from runtime.experts import use_own_experts
-from runtime.parallelize import device_type, keep_float32, parallelize
+from runtime.sharding import device_type, keep_float32, parallelize
 from runtime.weights import load_weights
 from strategies.schema import Job, Plan
 
@@ -36,7 +35,7 @@ class Documents:
     analysis: ModelAnalysis
 
     @classmethod
-    def read(cls, run_dir: str | Path, plan: str | Path | None = None) -> Documents:
+    def read(cls, run_dir: str | Path, plan: Path | None = None) -> Documents:
         run_dir = Path(run_dir)
         return cls(
             run_dir,
@@ -113,8 +112,9 @@ def bind_kernels(model: PreTrainedModel, folder: Path) -> list[Any]:
     """Puts the generated kernels in the place of the model's own functions; returns them."""
     if not (folder / "manifest.json").is_file():
         return []
-    from codegen import load_kernels
     from codegen.install import bind
+
+    from codegen import load_kernels
 
     kernels = load_kernels(folder)
     bind(model, kernels)
@@ -145,8 +145,3 @@ def build_dataset(documents: Documents) -> tuple[Dataset, int]:
         say(f"{dataset.truncated} examples cut at {documents.plan.sequence_length} tokens")
     pad = tokenizer.pad_token_id
     return dataset, pad if pad is not None else (tokenizer.eos_token_id or 0)
-
-
-def fail(error: Exception) -> None:
-    """One line on stderr that the launcher finds again."""
-    print(f"error: {error}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """JSONL of examples -> token ids with labels on the tokens to learn.
 
 A line is one of `{"messages": [{"role": ..., "content": ...}, ...]}` (loss on what the assistant
-says), `{"prompt": ..., "completion": ...}` (loss on the completion) or `{"text": ...}` (loss on all).
+says), `{"prompt": ..., "completion": ...}` (loss on the completion), `{"text": ...}` (loss on all).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The adapter as PEFT stores it: names, packing of expert factors, configuration.
 
-PEFT (`target_parameters`, its `ParamWrapper`) nests wrappers on an experts module: the bank that is
-applied last is the outer one, the first lies under `base_layer`. It packs the factors of E experts
-into two matrices: A with the expert index slowest, `[E * r, in]`; B with it fastest, `[out, r * E]`.
+PEFT (`target_parameters`, its `ParamWrapper`) nests wrappers on an experts module: the bank that
+is applied last is the outer one, the first lies under `base_layer`. It packs the factors of E
+experts into two matrices: A with the expert index slowest, `[E * r, in]`; B with it fastest,
+`[out, r * E]`.
 """
 
 from __future__ import annotations

@@ -172,3 +172,13 @@ def tensor_digest(tensor: Tensor) -> str:
     made = hashlib.sha256(f"{data.dtype}{list(data.shape)}".encode())
     made.update(data.reshape(-1).view(torch.uint8).numpy().tobytes())
     return made.hexdigest()
+
+
+def stored_digest(model: PreTrainedModel, reader: Reader) -> dict[str, str]:
+    """What `digest` must give: each tensor converted whole, in this process, one at a time."""
+    state = {n: t for n, t in model.state_dict(keep_vars=True).items() if not is_adapter(n)}
+    recipes = plan_conversion(model, reader.tensors, state).recipes
+    return {
+        name: tensor_digest(recipe.convert(reader.whole, model).to(state[name].dtype))
+        for name, recipe in recipes.items()
+    }

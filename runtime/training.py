@@ -21,10 +21,9 @@ from runtime.schema import StepMetrics
 from runtime.step import forward_backward
 
 
-def train_rank(run_dir: Path, device: torch.device) -> None:
+def train_rank(documents: Documents, device: torch.device) -> None:
     """Trains from the last complete checkpoint to `job.steps`, then writes `adapter/`."""
-    documents = Documents.read(run_dir)
-    job, plan = documents.job, documents.plan
+    run_dir, job, plan = documents.run_dir, documents.job, documents.plan
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dataset, pad = build_dataset(documents)
     say(f"{len(dataset.examples)} examples, {documents.global_batch_size} a step")
