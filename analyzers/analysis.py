@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -28,6 +29,9 @@ from analyzers.schema import (
     Work,
 )
 from analyzers.structure import Kind, decoder_layers, kinds
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FLOAT32_NAMES = ("A_log", "dt_bias", "e_score_correction_bias")
 STORED = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -60,7 +64,7 @@ def analyze(
     float32 = _float32_names(model)
     text = config.get_text_config()
     dtype, notes = _dtype(model, checkpoint)
-    notes += _notes(model, layer_kinds, calls)
+    notes += _notes(layer_kinds) + _config_notes(folder, outer)
 
     graphs, fidelity, reason = _traced(model, layer_kinds, calls)
     say(f"fidelity {fidelity}: {reason}")
@@ -98,7 +102,7 @@ def _weights(checkpoint: CheckpointFolder | None) -> str:
     return f"{checkpoint.nbytes / 1e9:.3f} GB in {len(checkpoint.shards)} shards"
 
 
-def _parameters(model: nn.Module, layer_kinds: list[Kind]) -> Parameters:
+def _parameters(model: PreTrainedModel, layer_kinds: list[Kind]) -> Parameters:
     """Exact counts; a tied parameter counts once. Active leaves out experts not visited."""
     total = sum(p.numel() for p in model.parameters())
     routed = visited = 0
@@ -159,7 +163,9 @@ def _block(kind: Kind, calls: list[Call], graph: BlockGraph | None) -> Block:
 
 
 def _part_names(count: Counter[PartName], calls: list[Call]) -> list[PartName]:
-    return list(dict.fromkeys([*count, *(call.part for call in calls)]))
+    names: dict[PartName, None] = dict.fromkeys(count)
+    names.update(dict.fromkeys(call.part for call in calls))
+    return list(names)
 
 
 def _part(name: PartName, parameters: int, calls: list[Call]) -> Part:
@@ -179,7 +185,7 @@ def _sum(work: list[Work], times: int = 1) -> Work:
     )
 
 
-def _outer(model: nn.Module) -> tuple[list[Call], list[Part]]:
+def _outer(model: PreTrainedModel) -> tuple[list[Call], list[Part]]:
     """Operators and parts outside the decoder's layers."""
     inside = decoder_layers(model)[0] + "."
     text = model.config.get_text_config()
@@ -192,13 +198,12 @@ def _outer(model: nn.Module) -> tuple[list[Call], list[Part]]:
     if isinstance(head, nn.Linear):
         calls.append(costs.linear(head, "head"))
         count["head"] += 0  # a tied head has no parameters of its own and is still computed
-    if count["norm"]:
-        name = type(
-            next(m for n, m in model.named_modules() if n.rpartition(".")[2] in FINAL)
-        ).__name__
-        calls.append(costs.norm(name, text.hidden_size, "norm", count["norm"]))
-    names = [n for n in _part_names(count, calls) if n in count]
-    return calls, [_part(name, count[name], calls) for name in names]
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in FINAL and not name.startswith(inside) and count["norm"]:
+            call = costs.norm(type(module).__name__, text.hidden_size, "norm", count["norm"])
+            calls.append(call)
+            break
+    return calls, [_part(part, number, calls) for part, number in count.items()]
 
 
 FINAL = ("norm", "norm_f", "final_layernorm", "ln_f")
@@ -244,7 +249,7 @@ def _operators(
     return sorted(found, key=lambda o: (-o.flops.at(4096), o.name))
 
 
-def _float32_names(model: nn.Module) -> list[str]:
+def _float32_names(model: PreTrainedModel) -> list[str]:
     """Last words of the names of what must stay float32, as the class and the field have it."""
     kept = {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
     kept |= {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ()), *FLOAT32_NAMES}
@@ -256,7 +261,7 @@ def _names(kept: str, name: str) -> bool:
     return f".{kept}." in f".{name}."
 
 
-def _dtype(model: nn.Module, checkpoint: CheckpointFolder | None) -> tuple[str, list[str]]:
+def _dtype(model: PreTrainedModel, checkpoint: CheckpointFolder | None) -> tuple[str, list[str]]:
     """The dtype that the weights are configured or, failing that, stored in; and a note."""
     stored = [STORED[f] for f in checkpoint.formats if f in STORED] if checkpoint else []
     configured = model.config.dtype or model.config.get_text_config().dtype
@@ -267,29 +272,41 @@ def _dtype(model: nn.Module, checkpoint: CheckpointFolder | None) -> tuple[str, 
     return "bfloat16", ["the config names no dtype: bfloat16 is assumed"]
 
 
-def _notes(model: nn.Module, layer_kinds: list[Kind], calls: list[list[Call]]) -> list[str]:
+def _notes(layer_kinds: list[Kind]) -> list[str]:
+    """What is unusual about the layers, in sentences."""
     notes = []
-    for kind, kind_calls in zip(layer_kinds, calls, strict=True):
-        where = f"{kind.mixer}+{kind.feed_forward}"
-        if any(m.operator == "other_mixer" for m in kind.mixers):
-            notes.append(
-                f"{where}: the token mixer is not known here; only its linears are counted"
-            )
-        if kind.moe and kind.moe.router_input_size != kind.moe.hidden_size:
-            notes.append(
-                f"{where}: experts work in a latent width of {kind.moe.hidden_size}, the router"
-                f" reads {kind.moe.router_input_size}"
-            )
-        if any(call.operator == "attention_residual" for call in kind_calls):
-            notes.append(
-                f"{where}: attention residuals pass a bank of block starts from layer to layer;"
-                " its memory comes on top of the saved bytes"
-            )
-    return list(dict.fromkeys(notes))
+    if any(m.operator == "other_mixer" for kind in layer_kinds for m in kind.mixers):
+        notes.append("the token mixer is not known here: only its linear layers are counted")
+    moe = next((kind.moe for kind in layer_kinds if kind.moe), None)
+    if moe and moe.router_input_size != moe.hidden_size:
+        notes.append(
+            f"the experts work in a latent width of {moe.hidden_size}; the router reads"
+            f" {moe.router_input_size}"
+        )
+    if any("AttentionResidual" in type(m).__name__ for m in layer_kinds[0].module.modules()):
+        notes.append(
+            "attention residuals hand a bank of block starts from layer to layer; its memory comes"
+            " on top of the saved bytes of the blocks"
+        )
+    return notes
+
+
+def _config_notes(folder: Path, outer: list[Part]) -> list[str]:
+    """What the config file says beyond the model that is built."""
+    data = models.read_config(folder)
+    text = data.get("text_config") or {}
+    notes = []
+    packed = data.get("quantization_config") or text.get("quantization_config")
+    if isinstance(packed, dict):
+        form = packed.get("format") or packed.get("quant_method") or "an unnamed format"
+        notes.append(f"the checkpoint is quantised ({form}); sizes here are of the unpacked model")
+    if data.get("vision_config") and not any(part.name == "vision" for part in outer):
+        notes.append("text only: the vision tower of the config is not built")
+    return notes
 
 
 def _traced(
-    model: nn.Module, layer_kinds: list[Kind], calls: list[list[Call]]
+    model: PreTrainedModel, layer_kinds: list[Kind], calls: list[list[Call]]
 ) -> tuple[list[BlockGraph | None], Fidelity, str]:
     """The graphs, and whether they agree with what the modules say; none when export fails."""
     try:
@@ -314,6 +331,7 @@ COMPARED = (
     "kda",
     "gated_delta_rule",
     "scaled_dot_product_attention",
+    "sparse_attention",
     "experts",
     "router",
 )

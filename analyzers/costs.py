@@ -71,9 +71,9 @@ def _elementwise(kind: Kind, path: str, module: nn.Module) -> Iterator[Call]:
         yield attention_residual(own["norm_weight"].numel(), part, _count(own))
     elif set(own) in ({"weight"}, {"weight", "bias"}) and own["weight"].ndim == 1:
         yield norm(name, own["weight"].numel() * _heads(kind, path, own), part, _count(own))
-    children = {n for n, c in module.named_children() if isinstance(c, nn.Linear)}
-    if {"gate_proj", "up_proj", "down_proj"} <= children:
-        yield gated_activation(module.get_submodule("down_proj").in_features, part)
+    children = {n: c for n, c in module.named_children() if isinstance(c, nn.Linear)}
+    if children.keys() >= {"gate_proj", "up_proj", "down_proj"}:
+        yield gated_activation(children["down_proj"].in_features, part)
 
 
 def _count(parameters: dict[str, nn.Parameter]) -> int:

@@ -14,13 +14,16 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 from torch import nn
 
 from analyzers.structure import Kind, decoder_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TOKENS = 64
 OPAQUE_EXPERTS = "analyzers_opaque"
@@ -37,7 +40,7 @@ class BlockGraph:
     """Of all linear nodes outside the router, a token."""
 
 
-def trace_blocks(model: nn.Module, kinds: list[Kind]) -> list[BlockGraph]:
+def trace_blocks(model: PreTrainedModel, kinds: list[Kind]) -> list[BlockGraph]:
     """One graph a kind, in the order of `kinds`.
 
     The model is cut down for it and is of no further use. Raises whatever torch.export raises on
@@ -71,8 +74,10 @@ def trace_blocks(model: nn.Module, kinds: list[Kind]) -> list[BlockGraph]:
             named.add((number, whole))
         graph.operators[operator] += 1
         if operator == "linear":
-            inputs = node.args[0].meta["val"].shape[-1]
-            graph.linear_flops += 2 * inputs * node.meta["val"].numel() / TOKENS
+            width = node.all_input_nodes[0].meta["val"].shape[-1]
+            graph.linear_flops += 2 * width * node.meta["val"].numel() / TOKENS
+    if not all(graph.nodes for graph in graphs):
+        raise RuntimeError("a layer left no node in the graph of its decoder")
     return graphs
 
 
@@ -133,8 +138,10 @@ def _operator(kind: Kind, path: str, target: str) -> tuple[str, str | None]:
         return "short_convolution", path
     if target.startswith("analyzers."):
         return target.split(".")[1], None
-    if target.startswith("aten.scaled_dot_product"):
-        return "scaled_dot_product_attention", None
+    mixer = next((m for m in kind.mixers if f"{path}.".startswith(f"{m.path}.")), None)
+    # Attention is one node, or in the eager form of a model its softmax stands for it.
+    if mixer and target.startswith(("aten.scaled_dot_product", "aten.softmax")):
+        return mixer.operator, None
     if target == "aten.linear.default":
         return "linear", None
     return target.removesuffix(".default"), None
@@ -192,9 +199,8 @@ def _opaque(owner: Any, kinds: list[Kind]) -> Iterator[None]:
                 forward = inspect.unwrap(type(kind.module.get_submodule(mixer.path)).forward)
                 replaced = {mixer.site.function: _call(DELTA_RULES[mixer.operator])}
                 stack.enter_context(mock.patch.dict(forward.__globals__, replaced))
-        if hasattr(
-            kinds[-1].moe and kinds[-1].module.get_submodule(kinds[-1].moe.experts), "has_gate"
-        ):
+        # Classes without transformers' decorator keep their own form, which may not export.
+        if any(k.moe and hasattr(k.module.get_submodule(k.moe.experts), "has_gate") for k in kinds):
             ALL_EXPERTS_FUNCTIONS.register(OPAQUE_EXPERTS, experts)
             owner.config._experts_implementation = OPAQUE_EXPERTS
         yield

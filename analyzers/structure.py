@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
@@ -68,7 +68,7 @@ class Kind:
         return self.mixers[0].name if self.mixers else "none"
 
     @property
-    def feed_forward(self) -> str:
+    def feed_forward(self) -> Literal["dense", "moe", "none"]:
         return "moe" if self.moe else "dense" if self.dense else "none"
 
     def part(self, path: str) -> PartName:
@@ -202,7 +202,7 @@ def _convolution(module: nn.Module) -> int:
     return sizes[0] if sizes else 0
 
 
-def _delta_rule(module: nn.Module, config: PreTrainedConfig) -> Mixer:
+def _delta_rule(module: Any, config: Any) -> Mixer:
     """Kimi delta attention (a decay per channel) or Gated DeltaNet (a decay per head)."""
     key_dim = _first(module, "head_k_dim", "head_dim")
     value_dim = _first(module, "head_v_dim", "head_dim")
@@ -236,7 +236,7 @@ def _constants(function: Callable) -> set[str]:
     return found
 
 
-def _mamba2(module: nn.Module, config: PreTrainedConfig) -> Mixer:
+def _mamba2(module: Any, config: Any) -> Mixer:
     attributes: Attributes = {
         "heads": module.num_heads,
         "value_dim": module.head_dim,
@@ -247,7 +247,7 @@ def _mamba2(module: nn.Module, config: PreTrainedConfig) -> Mixer:
     return Mixer("mamba2", "ssd", attributes)
 
 
-def _lightning(module: nn.Module, config: PreTrainedConfig) -> Mixer:
+def _lightning(module: Any, config: Any) -> Mixer:
     heads = _first(module, "num_attention_heads", "num_heads")
     attributes: Attributes = {
         "heads": heads,
@@ -257,7 +257,7 @@ def _lightning(module: nn.Module, config: PreTrainedConfig) -> Mixer:
     return Mixer("lightning", "lightning_attention", attributes)
 
 
-def _latent_attention(module: nn.Module, config: PreTrainedConfig) -> Mixer:
+def _latent_attention(module: Any, config: Any) -> Mixer:
     """Multi-head latent attention; with an indexer, attention over the keys that it selects."""
     attributes: Attributes = {
         "heads": _first(module, "num_heads") or config.num_attention_heads,
@@ -271,7 +271,7 @@ def _latent_attention(module: nn.Module, config: PreTrainedConfig) -> Mixer:
     return Mixer("sparse_topk", "sparse_attention", attributes | _indexer(config))
 
 
-def _indexer(config: PreTrainedConfig) -> Attributes:
+def _indexer(config: Any) -> Attributes:
     return {
         "top_k": config.index_topk,
         "index_heads": config.index_n_heads,
@@ -279,7 +279,7 @@ def _indexer(config: PreTrainedConfig) -> Attributes:
     }
 
 
-def _attention(module: nn.Module, config: PreTrainedConfig) -> Mixer:
+def _attention(module: Any, config: Any) -> Mixer:
     """Attention with separate or fused q, k, v projections; grouped keys; maybe a window."""
     dim = _first(module, "head_dim", "attention_head_dim")
     if dim is None:
@@ -312,7 +312,7 @@ def _owns(module: nn.Module, *names: str) -> bool:
 
 
 # Test and reader of each mixer; the first test that holds decides.
-MIXERS: list[tuple[Callable[[nn.Module], bool], Callable[[nn.Module, Any], Mixer]]] = [
+MIXERS: list[tuple[Callable[[Any], bool], Callable[[Any, Any], Mixer]]] = [
     (lambda m: _has(m, "ssm_state_size", "n_groups", "conv1d") and _owns(m, "A_log", "D"), _mamba2),
     (lambda m: _owns(m, "A_log", "dt_bias") and _has(m, "conv1d"), _delta_rule),
     (lambda m: _has(m, "slope_rate", "head_dim"), _lightning),
@@ -321,7 +321,7 @@ MIXERS: list[tuple[Callable[[nn.Module], bool], Callable[[nn.Module, Any], Mixer
 ]
 
 
-def _mixer_of(module: nn.Module) -> Callable[[nn.Module, Any], Mixer] | None:
+def _mixer_of(module: nn.Module) -> Callable[[Any, Any], Mixer] | None:
     return next((read for test, read in MIXERS if test(module)), None)
 
 

@@ -66,7 +66,7 @@ def build_on_meta(config: PreTrainedConfig, *, dtype: torch.dtype | None = None)
     from transformers import initialization
 
     register_own_models()
-    where = Path(config.name_or_path) / "config.json"
+    where = Path(config.name_or_path or "") / "config.json"
     cls = model_class(config)
     if cls is None:
         raise _nothing_builds(where, config.model_type, own_code=False)
@@ -85,9 +85,18 @@ def build_on_meta(config: PreTrainedConfig, *, dtype: torch.dtype | None = None)
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """The class that builds `config`: the one that it names, else one with a language-model head."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
     from transformers.models.auto import modeling_auto
 
-    found: list[type[PreTrainedModel]] = []
+    # A config of the folder's own class is there only because its code was trusted.
+    if type(config).__module__.startswith("transformers_modules."):
+        own: dict[str, str] = getattr(config, "auto_map", None) or {}
+        reference = own.get("AutoModelForCausalLM") or own.get("AutoModel")
+        if reference is None:
+            return None
+        folder = config.name_or_path or ""
+        return get_class_from_dynamic_module(reference, folder, local_files_only=True)
+    found: list[Any] = []
     for mapping in (
         modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
         modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
