@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 Ending = Literal["done", "stopped", "waiting"]
 
 
+class StageError(AdaptError):
+    """A stage broke in a way that no user caused."""
+
+
 class State(TypedDict, total=False):
     run_dir: str
     documents: dict[str, str]
@@ -46,14 +50,7 @@ def run_pipeline(context: Context, *, until: str | None = None) -> Ending:
         context.terminal.settle(f"{stage}: finished before, kept")
     if not left or STAGES.index(left[0]) > end:
         return "done" if not left else "stopped"
-    try:
-        state = _invoke(context, first=left[0], until=until)
-    except AdaptError:
-        raise
-    except Exception:
-        with (context.run / "error.log").open("a", encoding="utf-8") as f:
-            f.write(traceback.format_exc() + "\n")
-        raise
+    state = _invoke(context, first=left[0], until=until)
     if "__interrupt__" in state:
         return "waiting"
     if state.get("failed"):
@@ -112,7 +109,10 @@ def _node(context: Context, name: str) -> Any:
 
 
 def run_stage(context: Context, name: str, inputs_sha256: str | None = None) -> Outcome:
-    """Runs one stage now and records how it went."""
+    """Runs one stage now and records how it went.
+
+    What a stage raises and a user did not cause is a bug: its traceback goes to `error.log`.
+    """
     from langgraph.errors import GraphInterrupt
 
     run, start = context.run, time.monotonic()
@@ -128,9 +128,16 @@ def run_stage(context: Context, name: str, inputs_sha256: str | None = None) -> 
     except GraphInterrupt:
         run.set_stage(name, "waiting", note="waiting for review")
         raise
-    except Exception as e:
-        run.set_stage(name, "failed", note=str(e).splitlines()[0] if str(e) else type(e).__name__)
+    except AdaptError as e:
+        run.set_stage(name, "failed", note=str(e))
         raise
+    except Exception as e:
+        first_line = next(iter(str(e).splitlines()), "")
+        run.set_stage(name, "failed", note=first_line or type(e).__name__)
+        log = run / "error.log"
+        with log.open("a", encoding="utf-8") as f:
+            f.write(traceback.format_exc() + "\n")
+        raise StageError(f"{name}: {type(e).__name__}: {first_line} (traceback in {log})") from e
     run.set_stage(
         name,
         outcome.state,

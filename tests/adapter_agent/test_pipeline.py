@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from adapter_agent.pipeline import run_pipeline
+from adapter_agent.pipeline import StageError, run_pipeline
 from adapter_agent.review import decide, write_decision
 from adapter_agent.run_directory import STAGES, open_run
 from adapter_agent.stages import WORK, Context, Outcome
@@ -103,9 +103,10 @@ def test_until_the_last_stage_is_the_whole_job(tmp_path, called):
 def test_a_stage_that_broke_is_the_first_to_run_again(tmp_path, called, monkeypatch, name):
     whole = WORK[name]
     failing(monkeypatch, name, RuntimeError("lost power"))
-    with pytest.raises(RuntimeError, match="lost power"):
+    with pytest.raises(StageError, match=r"RuntimeError: lost power .*error\.log") as caught:
         go(tmp_path)
-    assert "lost power" in (tmp_path / "error.log").read_text()
+    assert caught.value.exit_status == 1
+    assert "Traceback" in (tmp_path / "error.log").read_text()
     monkeypatch.setitem(WORK, name, whole)
     assert go(tmp_path, resume=True) == "done"
     assert called == list(STAGES)
