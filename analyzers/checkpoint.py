@@ -114,7 +114,9 @@ def read_header(shard: Path) -> dict[str, TensorInfo]:
             fault = f"the file is cut: a header of {length} bytes in a file of {size}"
             raise _damaged(shard, "header", fault)
         header = parse_json(f.read(length), shard, "header")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise _damaged(shard, "__metadata__", "is not an object of strings")
 
     data = 8 + length
     tensors = [_tensor(name, entry, shard, data, size) for name, entry in header.items()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,12 +44,14 @@ def load_config(folder: str | Path, *, trust_remote_code: bool = False) -> PreTr
     if model_type not in CONFIG_MAPPING and not (own_code and trust_remote_code):
         raise _nothing_builds(path, model_type, own_code)
     try:
-        if model_type in CONFIG_MAPPING:
-            config = CONFIG_MAPPING[model_type].from_dict(data)
-        else:
-            config = AutoConfig.from_pretrained(
-                folder, trust_remote_code=True, local_files_only=True
-            )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # advice to authors of configs
+            if model_type in CONFIG_MAPPING:
+                config = CONFIG_MAPPING[model_type].from_dict(data)
+            else:
+                config = AutoConfig.from_pretrained(
+                    folder, trust_remote_code=True, local_files_only=True
+                )
     except Exception as e:  # config classes raise anything, from TypeError to their own errors
         first = str(e).strip().partition("\n")[0] or type(e).__name__
         fault = f"is refused by the class of '{model_type}': {first:.300}"

@@ -1,0 +1,288 @@
+"""Safetensors headers: what is read, and everything that must be refused with one clear line."""
+
+import contextlib
+import json
+import os
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from analyzers.checkpoint import open_checkpoint, read_header
+from analyzers.errors import InputError
+
+INDEX = "model.safetensors.index.json"
+
+
+def write_shard(path: Path, header: object, data: bytes = b"", length: int | None = None) -> Path:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(raw) if length is None else length) + raw + data)
+    return path
+
+
+def entry(begin: int, end: int, dtype: str = "F32", shape: list | None = None) -> dict:
+    shape = [(end - begin) // 4] if shape is None else shape
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def write_index(folder: Path, weight_map: object) -> Path:
+    path = folder / INDEX
+    path.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return path
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        open_checkpoint(folder)
+    assert caught.value.exit_status == 2
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.isprintable()
+    return message
+
+
+@pytest.fixture
+def two_shards(tmp_path: Path) -> Path:
+    save_file({"a": torch.ones(2, 3)}, tmp_path / "one.safetensors")
+    save_file({"b": torch.ones(4, dtype=torch.bfloat16)}, tmp_path / "two.safetensors")
+    write_index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"})
+    return tmp_path
+
+
+def test_index_and_shards(two_shards):
+    found = open_checkpoint(two_shards)
+    assert found is not None
+    assert set(found.tensors) == {"a", "b"}
+    assert found.formats == {"F32": 24, "BF16": 8}
+    assert found.nbytes == 32
+    assert [s.name for s in found.shards] == ["one.safetensors", "two.safetensors"]
+    a = found.tensors["a"]
+    assert (a.shape, a.dtype) == ((2, 3), "F32")
+    raw = a.shard.read_bytes()[a.begin : a.end]
+    assert torch.equal(torch.frombuffer(bytearray(raw), dtype=torch.float32), torch.ones(6))
+
+
+def test_single_file_without_an_index(tmp_path):
+    tensors = {"x": torch.zeros(3, dtype=torch.int64), "empty": torch.zeros(0, 5)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    found = open_checkpoint(tmp_path)
+    assert found is not None
+    assert {n: t.shape for n, t in found.tensors.items()} == {"x": (3,), "empty": (0, 5)}
+
+
+def test_every_dtype_that_torch_stores(tmp_path):
+    dtypes = [
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu),
+    ]
+    tensors = {str(d): torch.zeros(2, 4).to(d) for d in dtypes}
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = open_checkpoint(tmp_path)
+    assert found is not None
+    assert {n: t.nbytes for n, t in found.tensors.items()} == {
+        n: t.nbytes for n, t in tensors.items()
+    }
+
+
+def test_folder_without_weights_is_none(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert open_checkpoint(tmp_path) is None
+
+
+def test_no_such_folder(tmp_path):
+    assert "no such folder" in refused(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pt", "consolidated.00.pth"])
+def test_pickle_weights_are_refused_with_the_way_out(tmp_path, name):
+    (tmp_path / name).write_bytes(b"\x80\x04.")
+    message = refused(tmp_path)
+    assert name in message
+    assert "convert" in message
+    assert "safetensors" in message
+
+
+def test_shards_without_an_index(tmp_path):
+    save_file({"a": torch.ones(1)}, tmp_path / "model-00001-of-00002.safetensors")
+    assert INDEX in refused(tmp_path)
+
+
+# --------------------------------------------------------------------------------------- index
+
+
+def test_index_names_a_missing_shard(two_shards):
+    (two_shards / "two.safetensors").unlink()
+    message = refused(two_shards)
+    assert "two.safetensors is missing" in message
+    assert "weight_map.b" in message
+
+
+def test_index_names_a_tensor_that_the_shard_lacks(two_shards):
+    write_index(two_shards, {"a": "one.safetensors", "c": "two.safetensors"})
+    message = refused(two_shards)
+    assert "weight_map.c" in message
+    assert "two.safetensors has no tensor" in message
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../one.safetensors", "/etc/passwd", "sub/one.safetensors", "..", ".", "", "a\\b.safetensors"],
+)
+def test_shard_path_that_leaves_the_folder(two_shards, name):
+    write_index(two_shards, {"a": name})
+    assert "leaves the folder" in refused(two_shards)
+
+
+@pytest.mark.parametrize(
+    "name", ["a\0.safetensors", "\ud800.safetensors", "x" * 5000 + ".safetensors"]
+)
+def test_shard_name_that_no_file_can_have(two_shards, name):
+    write_index(two_shards, {"a": name})
+    refused(two_shards)
+
+
+def test_shard_that_is_a_link_out_of_the_folder(two_shards, tmp_path_factory):
+    outside = tmp_path_factory.mktemp("outside") / "two.safetensors"
+    (two_shards / "two.safetensors").rename(outside)
+    (two_shards / "two.safetensors").symlink_to(outside)
+    assert "link out of the folder" in refused(two_shards)
+
+
+def test_link_inside_the_folder_is_fine(two_shards):
+    (two_shards / "two.safetensors").rename(two_shards / "real.safetensors")
+    (two_shards / "two.safetensors").symlink_to("real.safetensors")
+    found = open_checkpoint(two_shards)
+    assert found is not None
+    assert set(found.tensors) == {"a", "b"}
+
+
+def test_link_in_a_circle_and_pipe(two_shards):
+    shard = two_shards / "two.safetensors"
+    shard.unlink()
+    shard.symlink_to(shard.name)
+    refused(two_shards)
+    shard.unlink()
+    os.mkfifo(shard)  # opening it would wait for ever
+    assert "not a file" in refused(two_shards)
+
+
+@pytest.mark.parametrize("weight_map", [[], {}, None, {"a": 3}, {"a": None}])
+def test_broken_weight_map(two_shards, weight_map):
+    write_index(two_shards, weight_map)
+    assert "weight_map" in refused(two_shards)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "[" * 100_000, '{"weight_map": {"a": 1e}}', "\xff"]
+)
+def test_broken_index_json(two_shards, text):
+    (two_shards / INDEX).write_text(text, encoding="latin-1")
+    assert INDEX in refused(two_shards)
+
+
+# -------------------------------------------------------------------------------------- header
+
+
+def test_cut_shard(two_shards):
+    shard = two_shards / "one.safetensors"
+    whole = shard.read_bytes()
+    for length in (0, 5, 8, 20, len(whole) - 1):
+        shard.write_bytes(whole[:length])
+        assert "one.safetensors" in refused(two_shards)
+
+
+@pytest.mark.parametrize("length", [2**63, 2**64 - 1, 100_000_001, 10_000])
+def test_absurd_header_length_is_not_allocated(tmp_path, length):
+    write_shard(tmp_path / "model.safetensors", b"{}", length=length)
+    message = refused(tmp_path)
+    assert "header" in message
+    assert str(length) in message
+
+
+@pytest.mark.parametrize(
+    ("header", "fault"),
+    [
+        ({"a": entry(0, 8), "b": entry(4, 12)}, "overlaps"),
+        ({"a": entry(0, 4), "b": entry(8, 16)}, "gap"),
+        ({"a": entry(0, 8)}, "belong to no tensor"),
+        ({"a": entry(0, 400)}, "after the end of the file"),
+        ({"a": entry(0, 16, shape=[5])}, "does not fill"),
+        ({"a": entry(16, 0, shape=[4])}, "before its begin"),
+        ({"a": entry(0, 16, shape=[2**40, 2**40])}, "absurd shape"),
+        ({"a": entry(0, 16, shape=[-4])}, "broken shape"),
+        ({"a": entry(0, 16, shape=[True, 4])}, "broken shape"),
+        ({"a": entry(0, 16, shape=[4.0])}, "broken shape"),
+        ({"a": entry(0, 16, dtype="F31")}, "unknown dtype"),
+        ({"a": entry(0, 16, dtype=[])}, "unknown dtype"),
+        ({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0]}}, "data_offsets"),
+        ({"a": {"dtype": "F32", "shape": [4]}}, "needs dtype"),
+        ({"a": 7}, "not a JSON object"),
+        ({"__metadata__": {"a": 1}}, "not an object of strings"),
+        (b"[]", "not a JSON object"),
+        (b'{"a": {"dtype":"U8","shape":[16],"data_offsets":[0,16]}, "a": 1}', "occurs twice"),
+        (b'{"a": ' * 2000, "header"),
+        (b"\xff\xfe{}", "header"),
+    ],
+)
+def test_hostile_header(tmp_path, header, fault):
+    write_shard(tmp_path / "model.safetensors", header, data=bytes(16))
+    assert fault in refused(tmp_path)
+
+
+def test_a_name_with_control_characters_stays_on_one_line(tmp_path):
+    write_shard(tmp_path / "model.safetensors", {"a\n\x1b[31mb": 1})
+    refused(tmp_path)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_whatever_is_accepted_also_opens_in_safetensors(tmp_path_factory, data):
+    """Random damage to a sound file: either refused with InputError, or sound for the library."""
+    shard = tmp_path_factory.mktemp("damage") / "model.safetensors"
+    save_file({"a": torch.ones(3), "b": torch.ones(2, 2, dtype=torch.bfloat16)}, shard)
+    raw = bytearray(shard.read_bytes())
+    for _ in range(data.draw(st.integers(0, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    raw = raw[: data.draw(st.integers(0, len(raw)))] if data.draw(st.booleans()) else raw
+    shard.write_bytes(raw)
+    try:
+        tensors = read_header(shard)
+    except InputError:
+        return
+    with safe_open(shard, framework="pt") as f:
+        assert set(f.keys()) == set(tensors)
+        for name, info in tensors.items():
+            assert tuple(f.get_slice(name).get_shape()) == info.shape
+
+
+@settings(max_examples=200, deadline=None)
+@given(raw=st.binary(max_size=200))
+def test_random_bytes_are_refused_cleanly(tmp_path_factory, raw):
+    shard = tmp_path_factory.mktemp("random") / "model.safetensors"
+    shard.write_bytes(raw)
+    with contextlib.suppress(InputError):
+        assert read_header(shard) == {}
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(header=st.dictionaries(st.text(max_size=8), JSON, max_size=4))
+def test_random_json_headers_are_refused_cleanly(tmp_path_factory, header):
+    shard = tmp_path_factory.mktemp("json") / "model.safetensors"
+    write_shard(shard, header, data=bytes(8))
+    with pytest.raises(InputError):
+        read_header(shard)
