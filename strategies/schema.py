@@ -50,6 +50,9 @@ class Job:
     """Sequences a step over all devices; None takes one micro-batch a device."""
     checkpoint_every: int = 20
     seed: int = 0
+    fixed: dict[str, int] = field(default_factory=dict)
+    """Parts of the plan that are forced instead of searched, e.g. `{"ep": 2}`: any key of
+    Parallelism, or `micro_batch_size`."""
 
 
 @document

@@ -25,7 +25,7 @@ from strategies.memory import (
     oom_probability,
 )
 from strategies.schema import Alternative, Job, Memory, Parallelism, Plan
-from strategies.workload import Workload, packed_experts, workload
+from strategies.workload import PART_OF_TARGET, Workload, packed_experts, workload
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 """Tried where the global batch does not decide."""
@@ -69,13 +69,14 @@ def search(
 ) -> Plan:
     """The plan with the fewest seconds per token among all that fit.
 
-    `fixed` forces values of the parallelism or of `micro_batch_size`, e.g. `{"ep": 2}`.
+    `fixed` forces values of the parallelism or of `micro_batch_size`, e.g. `{"ep": 2}`, on top of
+    those of the job.
     `expert_formats` limits how experts may be held: MXFP4 experts stay packed only if it is there.
     Raises InputError for a job or a forced value that cannot be, InfeasibleError when nothing fits.
     """
-    fixed = dict(fixed or {})
-    _check(analysis, cluster, job, fixed)
+    fixed = {**job.fixed, **(fixed or {})}
     work = workload(analysis, job.lora)
+    _check(analysis, work, cluster, job, fixed)
     space = candidates(analysis, cluster, job, fixed, expert_formats)
     if not space.candidates:
         raise InfeasibleError(_no_layout(analysis, cluster, job, fixed))
@@ -230,7 +231,20 @@ def _simplicity(c: Candidate) -> int:
     )
 
 
-def _check(analysis: ModelAnalysis, cluster: Cluster, job: Job, fixed: Mapping[str, int]) -> None:
+def _check(
+    analysis: ModelAnalysis,
+    work: Workload,
+    cluster: Cluster,
+    job: Job,
+    fixed: Mapping[str, int],
+) -> None:
+    if job.lora.rank < 1:
+        fault = f"must be > 0, found {job.lora.rank}"
+        raise InputError("job", field="lora.rank", fault=fault, fix="--lora-rank N")
+    if not work.dense_adapters + work.expert_adapters:
+        fault = f"{', '.join(job.lora.targets) or 'nothing'}: the model has no such layer to adapt"
+        fix = f"choose among {', '.join(PART_OF_TARGET)}"
+        raise InputError("job", field="lora.targets", fault=fault, fix=fix)
     longest = analysis.max_sequence_length
     if job.sequence_length < 1 or (longest and job.sequence_length > longest):
         fault = f"{job.sequence_length} tokens; the model takes 1 to {longest or 'any number'}"
@@ -328,8 +342,12 @@ def _alternatives(points: list[Point]) -> list[Alternative]:
     def choose(why: str, p: Point) -> None:
         chosen.setdefault(id(p), (why, p))
 
-    choose("least memory", min(front, key=lambda p: p.peak_gib))
-    choose("simplest", min(front, key=lambda p: (p.simplicity, *p.order)))
+    leanest = min(front, key=lambda p: p.peak_gib)
+    simplest = min(front, key=lambda p: (p.simplicity, *p.order))
+    if leanest.peak_gib < best.peak_gib:
+        choose("least memory", leanest)
+    if simplest.simplicity < best.simplicity:
+        choose("simplest", simplest)
     seen = {best.candidate.parallelism.ep}
     for p in front:
         ep = p.candidate.parallelism.ep

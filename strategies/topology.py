@@ -18,6 +18,7 @@ MAX_FILE_BYTES = 256 * 1024
 """A description of 100,000 devices by tiers is a few kilobytes; more is not a topology."""
 
 Positive = Annotated[float, Field(gt=0)]
+Name = Annotated[str, Field(max_length=100, pattern=r"^[\w.+-][\w .+-]*$")]
 Operation = Literal[
     "all_gather",
     "reduce_scatter",
@@ -50,7 +51,7 @@ class UnifiedMemoryEntry(_Strict):
 
 
 class TierEntry(_Strict):
-    name: str = Field(min_length=1)
+    name: Name
     size: int = Field(ge=1, le=1_000_000)
     fabric: FabricEntry
     unified_memory: UnifiedMemoryEntry | None = None
@@ -101,7 +102,7 @@ class ImportEntry(_Strict):
 
 class TopologyFile(_Strict):
     version: Literal[1]
-    name: str = Field(min_length=1)
+    name: Name
     device: str
     tiers: list[TierEntry] = Field(min_length=1)
     device_overrides: DeviceOverridesEntry | None = None
@@ -213,6 +214,8 @@ def _as_input_error(path: Path, error: ValidationError) -> InputError:
         fault, fix = f"must be {sign} {limit}, found {shown}", "correct the number"
     elif kind == "literal_error":
         fault, fix = f"{shown} is not known", f"one of: {context['expected']}"
+    elif kind == "string_pattern_mismatch":
+        fault, fix = f"{shown} is not a name", "use letters, digits, '-', '_', '.' and '+'"
     elif kind in ("too_short", "string_too_short"):
         fault, fix = "is empty", "give at least one entry"
     else:

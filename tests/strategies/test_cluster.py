@@ -2,6 +2,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from analyzers.documents import to_data
 from analyzers.errors import InputError
@@ -111,6 +113,7 @@ BAD = {
     ),
     "device far from any": (changed("device", "toaster"), "(one of: ascend-910c, cpu"),
     "version of the future": (changed("version", 2), "version: 2 is not known (one of: 1)"),
+    "a name of two lines": (changed("name", "a\nb"), "name: 'a\\nb' is not a name (use letters"),
     "hostlist too short": (
         changed("nodes.names", ["gpu[01-03]"]),
         "nodes.names: names 3 nodes, the tiers make 2 (correct the hostlist",
@@ -223,3 +226,47 @@ def test_a_pair_of_a_full_mesh_gets_one_link():
 def test_members_of_a_group_by_tier(tmp_path, group, expected):
     cluster = load_cluster(write(tmp_path, GOOD))
     assert members(cluster, group) == expected
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.dates()
+    | st.binary(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+PLACES = [
+    *GOOD,
+    *("host", "measured", "overrides", "import", "device_overrides"),
+    *("tiers.0.name", "tiers.0.size", "tiers.1.fabric", "tiers.0.fabric.bw_gbps", "nodes.names"),
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(place=st.sampled_from(PLACES), value=VALUES)
+def test_any_value_in_any_place_is_read_or_refused(tmp_path_factory, place, value):
+    path = write(tmp_path_factory.mktemp("any"), yaml.safe_dump(changed(place, value)))
+    refusal = None
+    try:
+        assert load_cluster(path).world_size > 0
+    except InputError as e:
+        refusal = str(e)
+    if refusal is not None:
+        assert refusal.startswith(f"{path}: ")
+        assert "\n" not in refusal
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=60))
+def test_any_text_is_refused_in_one_line(tmp_path_factory, text):
+    path = tmp_path_factory.mktemp("any") / "topo.yaml"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.raises(InputError) as caught:
+        load_cluster(path)
+    assert "\n" not in str(caught.value)

@@ -154,12 +154,31 @@ def test_forcing_a_layout_that_is_not_on_offer_lists_those_that_are(tiny):
         search(tiny, cluster, job(256), fixed={"dp_replicate": 2})
 
 
+def test_what_the_job_fixes_is_kept(tiny):
+    cluster = load_cluster(CLUSTERS / "two-ranks.yaml")
+    assert search(tiny, cluster, job(256, fixed={"ep": 2})).parallelism.ep == 2
+    assert search(tiny, cluster, job(256, fixed={"ep": 2}), fixed={"ep": 1}).parallelism.ep == 1
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (Lora(rank=0), r"lora.rank: must be > 0"),
+        (Lora(targets=["latent_projection"]), r"lora.targets: latent_projection: the model has no"),
+        (Lora(targets=[]), r"lora.targets: nothing: the model has no such layer"),
+    ],
+)
+def test_adapters_that_adapt_nothing_are_bad_input(tiny, lora, message):
+    with pytest.raises(InputError, match=message):
+        search(tiny, load_cluster(CLUSTERS / "two-ranks.yaml"), job(256, lora=lora))
+
+
 def test_a_sequence_longer_than_the_model_takes_is_bad_input(tiny):
     with pytest.raises(InputError, match="sequence_length: 8192 tokens; the model takes 1 to 4096"):
         search(tiny, load_cluster(CLUSTERS / "two-ranks.yaml"), job(8192))
 
 
-def device(memory_gib: float, bandwidth_scale: float = 1.0) -> Backend:
+def device(memory_gib: float, tflops: float = 1.0, scale: float = 1.0) -> Backend:
     def fact(value: float) -> Fact:
         return Fact(value=value, origin="measured", source="test")
 
@@ -167,8 +186,8 @@ def device(memory_gib: float, bandwidth_scale: float = 1.0) -> Backend:
         load_backend("h200"),
         memory_gib=fact(memory_gib),
         reserved_gib=fact(0.1),
-        memory_gbps=fact(1000 * bandwidth_scale),
-        matmul_tflops={"bfloat16": fact(1.0 * bandwidth_scale)},
+        memory_gbps=fact(10 * tflops * scale),
+        matmul_tflops={"bfloat16": fact(tflops * scale)},
     )
 
 
@@ -185,8 +204,9 @@ def small_clusters(draw):
             efficiency=draw(st.floats(0.1, 1)),
         )
         tiers.append(Tier(name=f"t{i}", size=size, devices=devices, fabric=fabric))
-    memory_gib = draw(st.floats(0.12, 4))
-    return Cluster(name="random", device=device(memory_gib), tiers=tuple(tiers))
+    memory_gib = draw(st.sampled_from([0.1, 0.12, 0.15, 0.2, 0.4, 4.0]))
+    tflops = draw(st.sampled_from([0.1, 10.0, 1000.0]))
+    return Cluster(name="random", device=device(memory_gib, tflops), tiers=tuple(tiers))
 
 
 def brute_force(analysis, cluster, job):
@@ -257,7 +277,11 @@ def test_more_of_anything_never_makes_the_best_plan_slower(
     analysis = small_models[8]
     richer = replace(
         cluster,
-        device=device(cluster.device.memory_gib.value * memory_x, device_x),
+        device=device(
+            cluster.device.memory_gib.value * memory_x,
+            cluster.device.matmul_tflops["bfloat16"].value,
+            device_x,
+        ),
         tiers=tuple(
             replace(t, fabric=replace(t.fabric, bw_gbps=t.fabric.bw_gbps * links_x))
             for t in cluster.tiers
