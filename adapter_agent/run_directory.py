@@ -92,7 +92,12 @@ def files_of(path: Path) -> list[Path]:
     """The file itself, or the files below a folder in a fixed order, without caches."""
     if path.is_file():
         return [path]
-    return sorted(p for p in path.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+
+    def kept(p: Path) -> bool:
+        names = p.relative_to(path).parts
+        return p.is_file() and not any(n.startswith(".") or n == "__pycache__" for n in names)
+
+    return sorted(p for p in path.rglob("*") if kept(p))
 
 
 class RunDirectory:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -99,7 +100,7 @@ def show(*parts: RenderableType) -> None:
 
 def _table(title: str, *columns: str) -> Table:
     """A table whose columns that start with `>` are numbers."""
-    table = Table(title=title, title_justify="left", title_style="bold", pad_edge=False)
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for column in columns:
         right = column.startswith(">")
         table.add_column(column.lstrip(">"), justify="right" if right else "left")
