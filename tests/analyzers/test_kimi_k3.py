@@ -170,7 +170,7 @@ def test_attention_residual_is_a_softmax_over_normalised_values():
 def test_blocks_start_where_the_block_size_says(model, expected):
     seen = []
     hooks = [
-        layer.register_forward_hook(lambda module, args, out: seen.append(out[1].shape[2]))
+        layer.register_forward_hook(lambda module, args, out: seen.append(args[1].shape[2]))
         for layer in model.model.layers
     ]
     model(expected["input_ids"], use_cache=False)

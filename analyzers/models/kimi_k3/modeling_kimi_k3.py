@@ -6,7 +6,7 @@ experts in a latent space with SiTU-GLU, and attention residuals over blocks of 
 """
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -316,7 +316,11 @@ class KimiK3MoE(nn.Module):
 
 
 class KimiK3DecoderLayer(GradientCheckpointingLayer):
-    """One layer. It takes and returns the running sum of its block and the bank of block starts."""
+    """One layer, from the running sum of its block to the next.
+
+    `hidden_states` [B, T, D] is the running sum, `bank` [B, T, M, D] the starts of the blocks so far.
+    A layer that starts a block finds its input as the last entry of the bank and begins a new sum.
+    """
 
     def __init__(self, config: KimiK3TextConfig, layer_idx: int):
         super().__init__()
@@ -336,18 +340,12 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        bank: torch.Tensor | None = None,
+        bank: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
         **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        running: torch.Tensor | None = hidden_states
-        if self.starts_block:
-            start = hidden_states.unsqueeze(2)
-            bank = start if bank is None else torch.cat([bank, start], dim=2)
-            running = None
-        assert bank is not None  # layer 0 starts a block
-
+    ) -> torch.Tensor:
+        running = None if self.starts_block else hidden_states
         attended = self.self_attn(
             hidden_states=self.input_layernorm(self.self_attention_res(running, bank)),
             attention_mask=attention_mask,
@@ -359,7 +357,7 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         running = attended if running is None else running + attended
 
         mixed = self.post_attention_layernorm(self.mlp_res(running, bank))
-        return running + self.mlp(mixed), bank
+        return running + self.mlp(mixed)
 
 
 class KimiK3PreTrainedModel(KimiLinearPreTrainedModel):
@@ -424,7 +422,7 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | dict[str, Any] | None = None,
         position_ids: torch.Tensor | None = None,
         cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
@@ -441,8 +439,8 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
             position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device) + seen
             position_ids = position_ids.unsqueeze(0)
 
-        masks = attention_mask if isinstance(attention_mask, dict) else {}
-        if not masks:
+        masks = attention_mask
+        if not isinstance(masks, dict):
             mask_kwargs = {
                 "config": self.config,
                 "inputs_embeds": hidden_states,
@@ -455,9 +453,11 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
                 "linear_attention": create_recurrent_attention_mask(**mask_kwargs),
             }
 
-        bank = None
+        bank = hidden_states.new_empty(*hidden_states.shape[:2], 0, hidden_states.shape[-1])
         for layer in self.layers:
-            hidden_states, bank = layer(
+            if layer.starts_block:
+                bank = torch.cat([bank, hidden_states.unsqueeze(2)], dim=2)
+            hidden_states = layer(
                 hidden_states,
                 bank,
                 attention_mask=masks[cast(str, layer.block_type)],
