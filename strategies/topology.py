@@ -140,7 +140,8 @@ class _PlainLoader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 raise yaml.MarkedYAMLError(
-                    problem=f"the key '{key.value}' is there twice", problem_mark=key.start_mark
+                    problem=f"the key {_shown(key.value)} is there twice",
+                    problem_mark=key.start_mark,
                 )
             seen.add(getattr(key, "value", None) if isinstance(key, yaml.ScalarNode) else id(key))
         return super().construct_mapping(node, deep)
@@ -186,10 +187,10 @@ def _read_yaml(path: Path) -> Any:
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
         field = f"line {mark.line + 1}" if mark else None
-        fault = f"broken YAML: {e.problem or e.context}"
+        fault = f"broken YAML: {' '.join(str(e.problem or e.context).split())}"
         raise InputError(path, field=field, fault=fault, fix="mend that line") from e
     except (yaml.YAMLError, ValueError, TypeError) as e:
-        raise InputError(path, fault=f"broken YAML: {str(e).splitlines()[0]}") from e
+        raise InputError(path, fault=f"broken YAML: {' '.join(str(e).split())[:200]}") from e
     except RecursionError as e:
         raise InputError(path, fault="broken YAML: nested too deeply") from e
 
@@ -198,8 +199,7 @@ def _as_input_error(path: Path, error: ValidationError) -> InputError:
     first = error.errors(include_url=False)[0]
     location = first["loc"]
     kind, context = first["type"], first.get("ctx", {})
-    shown = repr(first["input"])
-    shown = shown if len(shown) <= 40 else f"{shown[:37]}..."
+    shown = _shown(first["input"])
     if kind == "extra_forbidden":
         known = _known_keys(location[:-1])
         close = difflib.get_close_matches(str(location[-1]), known, n=1)
@@ -233,5 +233,15 @@ def key_path(location: tuple[int | str, ...]) -> str:
     """`("tiers", 0, "size")` -> `tiers[0].size`."""
     text = ""
     for part in location:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            shown = part if part.isidentifier() else _shown(part)
+            text += f".{shown}" if text else shown
     return text
+
+
+def _shown(value: Any) -> str:
+    """A value of the file on one short line."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
