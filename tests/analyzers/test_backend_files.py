@@ -1,0 +1,44 @@
+"""Device files: readable, sourced, and with the limits that kernels must keep."""
+
+import pytest
+
+from analyzers.backends import backend_names, load_backend
+from analyzers.errors import InputError
+
+
+def test_backends():
+    assert set(backend_names()) >= {"cpu", "h200", "gb200", "ascend-910c"}
+
+
+@pytest.mark.parametrize("name", backend_names())
+def test_every_figure_has_a_source(name):
+    backend = load_backend(name)
+    assert backend.name == name
+    facts = [backend.memory_gib, backend.reserved_gib, backend.memory_gbps]
+    facts += [backend.launch_overhead_us, *backend.matmul_tflops.values()]
+    assert all(fact.value > 0 and len(fact.source) > 10 for fact in facts)
+    assert backend.training_dtype in backend.matmul_tflops
+    assert backend.reserved_gib.value < backend.memory_gib.value
+
+
+def test_unknown_backend_lists_the_known():
+    with pytest.raises(InputError, match="h200"):
+        load_backend("h2000")
+
+
+def test_ascend_takes_no_warps_and_small_grids():
+    triton = load_backend("ascend-910c").triton
+    assert triton.num_warps == []
+    assert triton.max_grid_product == 65535
+    assert triton.shared_memory_bytes == 196608
+
+
+def test_hopper_names_the_compiler_faults_of_its_triton():
+    # triton-lang/triton#11366: blocks of 32 with four warps read invalid shared memory.
+    faults = load_backend("h200").triton.known_faults
+    assert any(f.condition == {"block_k": 32, "num_warps": 4} for f in faults)
+
+
+def test_blackwell_bounds_tensor_memory():
+    # A kernel over 512 columns compiles without an error and only traps.
+    assert load_backend("gb200").triton.tensor_memory_columns == 512
