@@ -11,7 +11,7 @@ from strategies import cost
 from strategies.cluster import flat_cluster
 from strategies.memory import Candidate, candidate_of
 from strategies.schema import Parallelism, Plan, Twin
-from strategies.search import divisors
+from strategies.space import divisors
 from strategies.workload import workload
 
 MAX_MICRO_BATCH = 2

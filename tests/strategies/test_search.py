@@ -11,9 +11,10 @@ from analyzers.documents import read_document, write_document
 from analyzers.errors import InfeasibleError, InputError
 from strategies import cost, load_cluster, search
 from strategies.cluster import Cluster, Fabric, Tier, flat_cluster
+from strategies.explain import MAX_OOM_PROBABILITY, Point, pareto
 from strategies.memory import Candidate, memory, oom_probability
 from strategies.schema import Job, Lora, Parallelism, Plan
-from strategies.search import MAX_OOM_PROBABILITY, MICRO_BATCHES
+from strategies.space import MICRO_BATCHES
 from strategies.workload import workload
 
 CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
@@ -293,6 +294,23 @@ def test_more_of_anything_never_makes_the_best_plan_slower(
         return
     after = search(analysis, richer, job(512))
     assert seconds_per_token(after) <= seconds_per_token(before) * (1 + 1e-9)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=20
+    )
+)
+def test_the_pareto_front_is_what_nothing_else_beats(figures):
+    c = Candidate(parallelism=Parallelism(), micro_batch_size=1, sequence_length=1)
+    points = [Point(c, *(float(x) for x in f[:2]), f[2]) for f in figures]
+
+    def beaten(p):
+        me = (p.seconds_per_token, p.peak_gib, p.simplicity)
+        others = ((q.seconds_per_token, q.peak_gib, q.simplicity) for q in points)
+        return any(o != me and all(a <= b for a, b in zip(o, me, strict=True)) for o in others)
+
+    assert set(pareto(points)) == {p for p in points if not beaten(p)}
 
 
 def test_replicas_are_chosen_where_sharding_over_the_slow_tier_does_not_pay(tiny):
