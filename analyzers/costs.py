@@ -1,8 +1,9 @@
 """What each operator of a block costs: FLOPs, bytes and what the backward pass must keep.
 
 Formulas are for the forward pass of one sequence of T tokens; a multiply-add counts as two. Saved
-bytes are those of a plain backward pass in bfloat16 with nothing recomputed: every operator keeps
-its inputs, and linears that read the same tensor keep it once.
+bytes are those of a backward pass in bfloat16 with nothing recomputed, as transformers' eager
+modules keep them: every operator its inputs, norms a float32 copy besides, and linears that read
+the same tensor keep it once.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def norm(class_name: str, width: int, part: PartName, parameters: int) -> Call:
         part=part,
         flops=Work(per_token=flops * width),
         bytes=Work(per_token=ACTIVATION * width * (tensors + 1)),
-        saved=ACTIVATION * width * tensors,
+        saved=(FLOAT32 + ACTIVATION) * width * tensors,  # the float32 copy and the normalised
         parameters=parameters,
         attributes={"width": width},
     )
@@ -152,13 +153,13 @@ def short_convolution(module: nn.Conv1d, part: PartName) -> Call:
 
 
 def gated_activation(width: int, part: PartName) -> Call:
-    """`act(gate) * up`: about 5 an element. Keeps gate and up; the product is the next input."""
+    """`act(gate) * up`: about 5 an element. Keeps all three; the product is the next input."""
     return Call(
         operator="gated_activation",
         part=part,
         flops=Work(per_token=5 * width),
         bytes=Work(per_token=3 * ACTIVATION * width),
-        saved=2 * ACTIVATION * width,
+        saved=3 * ACTIVATION * width,
         attributes={"width": width},
     )
 
@@ -201,8 +202,8 @@ def experts(moe: Moe, module: nn.Module) -> Call:
         part="routed_experts",
         flops=Work(per_token=k * (2 * matrices + 5 * i + 2 * h)),
         bytes=Work(per_token=ACTIVATION * k * (2 * h + 2 * up + 2 * i)),
-        # Of each visit: the gathered input, the up output, the activation, the down output.
-        saved=ACTIVATION * k * (2 * h + up + i),
+        # Of each visit: input, up output, activation, its product with the gate, down output.
+        saved=ACTIVATION * k * (2 * h + up + 2 * i),
         parameters=sum(p.numel() for p in module.parameters()),
         attributes={
             "experts": moe.count,
