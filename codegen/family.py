@@ -1,0 +1,114 @@
+"""Families of kernels: one declarative file a member (`families/*.yaml`), one template a family."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import field
+from importlib import resources
+
+from analyzers.backends import Backend
+from analyzers.documents import document, from_data, to_json
+
+TEMPLATES = resources.files("codegen") / "templates"
+
+
+@document
+class Tile:
+    """How a chunk is laid on the device."""
+
+    chunk: int
+    """Tokens of a chunk; a power of two of at least 16."""
+    block_v: int
+    """Value channels of a program."""
+    num_warps: int
+    num_stages: int
+    """Software pipelining of the loop over chunks; 1 is none."""
+
+
+@document
+class Limits:
+    key_dim: tuple[int, int]
+    value_dim: tuple[int, int]
+
+
+@document
+class Spec:
+    """One operator that a family can generate."""
+
+    operator: str
+    family: str
+    title: str
+    source: str
+    """Paper that defines the operator."""
+    function: str
+    gate: str
+    """`per_channel` or `per_head`."""
+    grouped_values: bool
+    """Several value heads may share a key head."""
+    recurrence: list[str]
+    template: str
+    """Folder under `templates/`."""
+    dtypes: list[str]
+    limits: Limits
+    triton: str
+    """Version range that the kernel is written for."""
+    tiles: dict[str, Tile] = field(default_factory=dict)
+    """By Triton target, `none` where there is no compiler; `default` serves the others."""
+    precision: dict[str, str]
+    """`input_precision` of a dot by input dtype."""
+    cpu_chunk: int
+    """Tokens of a chunk in the plain torch form."""
+
+    def tile(self, backend: Backend) -> Tile:
+        target = backend.triton.backend if backend.triton else "none"
+        return self.tiles.get(target, self.tiles["default"])
+
+    def refusal(self, attributes: dict) -> str | None:
+        """Why an operator of these attributes is not covered, or None when it is."""
+        if attributes.get("gate", self.gate) != self.gate:
+            return f"its gate is {attributes['gate']}, the family member has {self.gate}"
+        for name in ("key_dim", "value_dim"):
+            low, high = getattr(self.limits, name)
+            if name not in attributes:
+                return f"the analysis gives no {name}"
+            if not low <= int(attributes[name]) <= high:
+                return f"{name} {attributes[name]} is outside {low}..{high}"
+        heads = int(attributes.get("heads", 1))
+        values = int(attributes.get("value_heads", heads))
+        if values != heads and not self.grouped_values:
+            return f"{values} value heads for {heads} heads"
+        if heads < 1 or values % heads:
+            return f"{values} value heads are no multiple of {heads} heads"
+        return None
+
+
+def digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
+
+
+@functools.cache
+def load_specs() -> dict[str, Spec]:
+    """Every member of every family, by operator name."""
+    import yaml
+
+    specs = {}
+    for file in sorted((resources.files("codegen") / "families").iterdir(), key=lambda f: f.name):
+        if file.name.endswith(".yaml"):
+            data = yaml.safe_load(file.read_text(encoding="utf-8"))
+            spec = from_data(Spec, data, f"codegen/families/{file.name}")
+            specs[spec.operator] = spec
+    return specs
+
+
+def spec_sha256(spec: Spec) -> str:
+    return digest(to_json(spec))
+
+
+def backend_sha256(backend: Backend) -> str:
+    return digest(to_json(backend))
+
+
+def template_sha256(spec: Spec) -> str:
+    files = sorted((TEMPLATES / spec.template).iterdir(), key=lambda f: f.name)
+    return digest(*(x for f in files for x in (f.name, f.read_text(encoding="utf-8"))))

@@ -1,0 +1,123 @@
+"""OperatorMap + Backend -> KernelSet: renders kernels, proves them, writes the manifest."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from analyzers.backends import Backend
+from analyzers.documents import read_document, write_document, write_text
+from analyzers.errors import ProofError
+from analyzers.schema import ModelAnalysis
+from codegen.family import Spec, load_specs
+from codegen.render import GENERATOR, Rendered, render
+from codegen.schema import Kernel, KernelSet, OperatorChoice, OperatorMap
+
+MANIFEST = "manifest.json"
+CACHE = ".gates"
+
+
+def generate(
+    analysis: ModelAnalysis,
+    operators: OperatorMap,
+    backend: Backend,
+    folder: Path,
+    *,
+    progress: Callable[[str], None] | None = None,
+) -> KernelSet:
+    """Writes the kernel package for every operator decided `generated` and proves each kernel.
+
+    A run that was killed can be repeated: proofs already made are kept in `folder/.gates`. Raises
+    ProofError that names the kernel and the gates that failed; the manifest then says so too.
+    """
+    from codegen.verify.harness import verify
+
+    folder = Path(folder)
+    chosen = [c for c in operators.operators if c.decision == "generated"]
+    made = [_render(choice, chosen, backend) for choice in chosen]
+    _remove_stale(folder, {name for rendered in made for name in rendered.files})
+    write_text(folder / "__init__.py", f'"""Kernels of {analysis.model_type}; generated."""\n')
+    for rendered in made:
+        for name, text in rendered.files.items():
+            if not (folder / name).exists() or (folder / name).read_text("utf-8") != text:
+                write_text(folder / name, text)
+    kernels = []
+    for choice, rendered in zip(chosen, made, strict=True):
+        spec = load_specs()[choice.operator]
+        subject = subject_of(rendered, spec, folder)
+        gates = verify(subject, backend, folder / CACHE, progress)
+        text = rendered.files[rendered.module]
+        kernels.append(
+            Kernel(
+                operator=choice.operator,
+                family=spec.family,
+                module=rendered.module,
+                function=spec.function,
+                reference=rendered.reference,
+                test=rendered.test,
+                sha256=hashlib.sha256(text.encode()).hexdigest(),
+                spec_sha256=rendered.spec_sha256,
+                template_sha256=rendered.template_sha256,
+                backend_sha256=rendered.backend_sha256,
+                tuning_sha256=None,
+                triton=spec.triton,
+                command=rendered.command,
+                attributes=choice.attributes,
+                site=choice.site,
+                gates=gates,
+                passed=bool(gates) and all(gate.passed for gate in gates),
+            )
+        )
+        if progress:
+            passed = sum(gate.passed for gate in gates)
+            progress(f"{rendered.module}: {passed} of {len(gates)} gates passed")
+    made_set = KernelSet(generator=f"codegen {GENERATOR}", backend=backend.name, kernels=kernels)
+    write_document(made_set, folder / MANIFEST)
+    for kernel in kernels:
+        failed = [gate for gate in kernel.gates if not gate.passed]
+        if failed:
+            first = failed[0]
+            raise ProofError(
+                f"{folder / kernel.module}: {len(failed)} of {len(kernel.gates)} gates failed, "
+                f"first '{first.name}' on {first.ran_on}: {first.detail}"
+            )
+    return made_set
+
+
+def _render(choice: OperatorChoice, chosen: list[OperatorChoice], backend: Backend) -> Rendered:
+    spec = load_specs()[choice.operator]
+    several = Counter(c.operator for c in chosen)[choice.operator] > 1
+    widths = f"{choice.attributes['key_dim']}x{choice.attributes['value_dim']}"
+    name = f"{spec.operator}_{widths}" if several else spec.operator
+    return render(spec, backend, choice.attributes, name=name)
+
+
+def _remove_stale(folder: Path, wanted: set[str]) -> None:
+    """Deletes the files of kernels that an earlier manifest lists and that are no longer made."""
+    manifest = folder / MANIFEST
+    if manifest.exists():
+        for kernel in read_document(KernelSet, manifest).kernels:
+            for name in {kernel.module, kernel.reference, kernel.test} - wanted:
+                (folder / name).unlink(missing_ok=True)
+        manifest.unlink()
+
+
+def subject_of(rendered: Rendered, spec: Spec, folder: Path):
+    """What `verify` needs to know of a kernel whose files lie in `folder`."""
+    from codegen.verify.harness import Subject
+
+    return Subject(
+        module=folder / rendered.module,
+        reference=folder / rendered.reference,
+        shape={
+            "function": spec.function,
+            "key_dim": rendered.key_dim,
+            "value_dim": rendered.value_dim,
+            "chunk": rendered.tile.chunk,
+            "per_channel": spec.gate == "per_channel",
+            "grouped": spec.grouped_values,
+        },
+        dtypes=spec.dtypes,
+    )

@@ -1,0 +1,251 @@
+"""Starts the processes in which a kernel is proved and turns what they say into gates.
+
+Gates of a stage are kept under the hash of everything they depend on, so that a run that was killed
+goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from analyzers.backends import Backend
+from analyzers.documents import to_data, write_text
+from codegen.schema import Gate
+
+STAGES = ("compile", "interpreter", "cpu", "device")  # the longest first
+CANDIDATE_SECONDS = 400
+COMPILE_SECONDS = 120
+"""Longest wait for the compilation of one kernel."""
+
+# What a kernel is compiled for when its backend has no Triton target of its own: all dtypes on the
+# first, bfloat16 on the others, to keep within a minute on two cores.
+OTHER_TARGETS = (
+    {"name": "sm_90", "backend": "cuda", "arch": 90, "warp_size": 32, "shared": 232448},
+    {"name": "sm_80", "backend": "cuda", "arch": 80, "warp_size": 32, "shared": 166912},
+    {"name": "sm_100", "backend": "cuda", "arch": 100, "warp_size": 32, "shared": 232448},
+    {"name": "gfx942", "backend": "hip", "arch": "gfx942", "warp_size": 64, "shared": 65536},
+)
+TENSOR_MEMORY_COLUMNS = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """The files of one kernel that is to be proved."""
+
+    module: Path
+    reference: Path
+    shape: dict
+    """Fields of `verify.cases.Shape`."""
+    dtypes: list[str]
+
+
+def verify(subject: Subject, backend: Backend, cache: Path, progress=None) -> list[Gate]:
+    """All gates of one kernel: interpreter, plain torch form, device if one is here, compilers.
+
+    At most two processes run at a time. A kernel that fails raises nothing: its gates say so.
+    """
+    device = _device(backend)
+    stages = [stage for stage in STAGES if stage != "device" or device]
+    if backend.triton and backend.triton.backend == "npu":
+        stages.remove("compile")  # no compiler without the vendor's toolkit
+
+    def one(stage: str) -> list[Gate]:
+        kept = cache / f"{stage}-{_content(subject, backend, stage, device)}.json"
+        if kept.exists():
+            return [Gate(**gate) for gate in json.loads(kept.read_text(encoding="utf-8"))]
+        if progress:
+            progress(f"proving {subject.module.name}: {stage}")
+        if stage == "compile":
+            gates = _compile(subject, backend)
+        else:
+            gates = _run(subject, stage, device)
+        write_text(kept, json.dumps([to_data(gate) for gate in gates], indent=1) + "\n")
+        return gates
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        return [gate for gates in pool.map(one, stages) for gate in gates]
+
+
+def _device(backend: Backend) -> str | None:
+    """The accelerator that is here, if it is of the backend's kind."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        return None
+    here = torch.accelerator.current_accelerator()
+    return here.type if here is not None and here.type == backend.device_type else None
+
+
+def _content(subject: Subject, backend: Backend, stage: str, device: str | None) -> str:
+    import torch
+    import triton
+
+    own = sorted(Path(__file__).parent.glob("*.py"))
+    name = torch.cuda.get_device_name() if device == "cuda" else device
+    parts = [
+        *(p.read_bytes() for p in (subject.module, subject.reference, *own)),
+        json.dumps([subject.shape, subject.dtypes, to_data(backend)]).encode(),
+        f"{stage} {name} {torch.__version__} {triton.__version__}".encode(),
+    ]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _environment(interpret: bool) -> dict[str, str]:
+    environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    # Hard-reset gates overflow to -inf on purpose; numpy would warn about each.
+    environment["PYTHONWARNINGS"] = "ignore"
+    if interpret:
+        environment["TRITON_INTERPRET"] = "1"
+    return environment
+
+
+def _run(subject: Subject, stage: str, device: str | None) -> list[Gate]:
+    """Runs the candidate on one device and judges what it hands back."""
+    import torch
+
+    from codegen.verify.cases import Shape
+    from codegen.verify.judge import Judge
+
+    # The interpreter computes bfloat16 wrongly (triton-lang/triton#11584).
+    dtypes = ["float32"] if stage == "interpreter" else subject.dtypes
+    request = {
+        "module": str(subject.module),
+        "shape": subject.shape,
+        "dtypes": dtypes,
+        "device": device if stage == "device" else "cpu",
+        "opcheck": stage != "interpreter",
+    }
+    ran_on = {"interpreter": "interpreter", "cpu": "cpu"}.get(stage, str(device))
+    if stage == "device" and device == "cuda":
+        ran_on = torch.cuda.get_device_name()
+
+    def failed(detail: str) -> list[Gate]:
+        return [Gate(name="candidate runs", passed=False, ran_on=ran_on, detail=detail)]
+
+    with tempfile.TemporaryDirectory() as folder:
+        asked, answer = Path(folder) / "request.json", Path(folder) / "result.pt"
+        asked.write_text(json.dumps(request), encoding="utf-8")
+        command = [sys.executable, "-m", "codegen.verify.candidate", str(asked), str(answer)]
+        try:
+            ran = subprocess.run(
+                command,
+                env=_environment(stage == "interpreter"),
+                capture_output=True,
+                text=True,
+                timeout=CANDIDATE_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            return failed(f"no result after {CANDIDATE_SECONDS} s")
+        if ran.returncode or not answer.exists():
+            return failed((ran.stderr.strip().splitlines() or ["no output"])[-1][:500])
+        result = torch.load(answer, weights_only=True)
+    if result["interpreted"] != (stage == "interpreter"):
+        return failed("ran in the wrong mode")
+    spec = importlib.util.spec_from_file_location("kernel_reference", subject.reference)
+    assert spec is not None
+    assert spec.loader is not None
+    reference = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    return Judge(reference, Shape(**subject.shape)).gates(result, dtypes, ran_on)
+
+
+def _compile(subject: Subject, backend: Backend) -> list[Gate]:
+    """One gate per target: every kernel of the module compiles and keeps the device's limits."""
+    targets: list[dict] = [{**target, "dtypes": ["bfloat16"]} for target in OTHER_TARGETS]
+    targets[0]["dtypes"] = subject.dtypes
+    if backend.triton:
+        t = backend.triton
+        name = f"sm_{t.arch}" if t.backend == "cuda" else str(t.arch)
+        own = {"name": name, "backend": t.backend, "arch": t.arch, "warp_size": t.warp_size}
+        targets = [own | {"shared": t.shared_memory_bytes, "dtypes": subject.dtypes}]
+    request = {"module": str(subject.module), "shape": subject.shape, "targets": targets}
+    with tempfile.TemporaryDirectory() as folder:
+        asked = Path(folder) / "request.json"
+        asked.write_text(json.dumps(request | {"dtypes": subject.dtypes}), encoding="utf-8")
+        command = [sys.executable, "-m", "codegen.verify.cross_compile", str(asked)]
+        lines, fault = _read_lines(command, COMPILE_SECONDS)
+    launches = lines[0]["launches"] if lines else {}
+    return [_compile_gate(target, lines[1:], launches, fault) for target in targets]
+
+
+def _compile_gate(target: dict, lines: list[dict], launches: dict, fault: str) -> Gate:
+    """`launches` counts the distinct launches by dtype."""
+    expected = sum(launches.get(dtype, 0) for dtype in target["dtypes"])
+    mine = [line for line in lines if line["target"] == target["name"]]
+    faults = []
+    for line in mine:
+        name = f"{line['kernel']} {line['dtype']}"
+        if "error" in line:
+            faults.append(f"{name}: {line['error']}")
+        elif line["shared"] > target["shared"]:
+            faults.append(f"{name}: {line['shared']} bytes of shared memory")
+        elif line["tensor_memory"] > TENSOR_MEMORY_COLUMNS or line["traps"]:
+            faults.append(f"{name}: {line['tensor_memory']} columns of tensor memory")
+    if not expected or len(mine) < expected:
+        faults.append(f"{len(mine)} of {expected} kernels compiled; {fault or 'compiler ended'}")
+    shared = max((line.get("shared", 0) for line in mine), default=0)
+    spilling = {
+        f"{line['kernel']} {line['dtype']}": line["stack"] for line in mine if line.get("stack")
+    }
+    spills = ", ".join(f"{name} {stack} B" for name, stack in spilling.items()) or "none"
+    dtypes = " and ".join(target["dtypes"])
+    detail = (
+        f"{len(mine)} kernels in {dtypes}; at most {shared} B of shared memory; stack: {spills}"
+    )
+    return Gate(
+        name="compiles within the device's limits",
+        passed=not faults,
+        ran_on=f"compiler:{target['name']}",
+        detail="; ".join(faults) or detail,
+    )
+
+
+def _read_lines(command: list[str], seconds: float) -> tuple[list[dict], str]:
+    """JSON lines of a process, which is killed when it is silent for so long; and its fault."""
+    process = subprocess.Popen(
+        command,
+        env=_environment(interpret=False),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    arrived: queue.Queue[str | None] = queue.Queue()
+    errors: list[str] = []
+
+    def pump() -> None:
+        assert process.stdout is not None
+        for text in process.stdout:
+            arrived.put(text)
+        arrived.put(None)
+
+    def drain() -> None:
+        assert process.stderr is not None
+        errors.extend(process.stderr.read().strip().splitlines()[-1:])
+
+    threads = [threading.Thread(target=f, daemon=True) for f in (pump, drain)]
+    for thread in threads:
+        thread.start()
+    lines: list[dict] = []
+    try:
+        while (text := arrived.get(timeout=seconds)) is not None:
+            if text.startswith("{"):
+                lines.append(json.loads(text))
+    except queue.Empty:
+        process.kill()
+        errors.append(f"no answer for {seconds} s")
+    process.wait()
+    for thread in threads:
+        thread.join()
+    return lines, "; ".join(errors)
