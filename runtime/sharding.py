@@ -97,7 +97,7 @@ def parallelize(model: nn.Module, plan: Plan) -> nn.Module:
             module.set_gradient_divide_factor(1.0)
             # Plain sums also where the library would pick a reduction that gloo lacks.
             module.set_force_sum_reduction_for_comms(True)
-            if hasattr(module, "set_reduce_scatter_unused_params"):  # torch >= 2.13
+            if hasattr(module, "set_reduce_scatter_unused_params"):  # not in torch 2.11
                 module.set_reduce_scatter_unused_params(True)
     return model
 

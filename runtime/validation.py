@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 STEPS = 3
+MICRO_BATCH = 4
 FLOAT32 = torch.float32
 
 
@@ -78,13 +79,14 @@ class Proof:
 def validate_rank(documents: Documents, device: torch.device) -> None:
     """Runs all proofs and writes `validation.json` from rank 0."""
     torch.manual_seed(documents.job.seed)
+    documents, not_kept = _shortened(documents)
     dataset, pad = _dataset(documents)
     model = build_model(documents, device, dtype=FLOAT32)
     fits = _reference_fits(documents, device)
     reference = None
     if fits and dist.get_rank() == 0:
         reference = build_model(documents, device, dtype=FLOAT32, sharded=False)
-    proof = Proof(documents, device, dataset, pad, model, reference)
+    proof = Proof(documents, device, dataset, pad, model, reference, not_kept=not_kept)
     if not fits:
         proof.not_kept.append("comparison with one process: the whole model does not fit here")
     stock = _weights(proof, fits)
@@ -96,6 +98,25 @@ def validate_rank(documents: Documents, device: torch.device) -> None:
     if dist.get_rank() == 0:
         _write(proof)
     dist.barrier()
+
+
+def _shortened(documents: Documents) -> tuple[Documents, list[str]]:
+    """The documents with a batch that a proof needs and no larger, and what that changes."""
+    plan = documents.plan
+    micro, accumulation = (
+        min(plan.micro_batch_size, MICRO_BATCH),
+        min(plan.gradient_accumulation, 2),
+    )
+    changed = []
+    if micro != plan.micro_batch_size:
+        changed.append(f"micro-batch: {micro} sequences instead of {plan.micro_batch_size}")
+    if accumulation != plan.gradient_accumulation:
+        wanted = plan.gradient_accumulation
+        changed.append(f"gradient accumulation: {accumulation} instead of {wanted}")
+    if plan.compute_dtype != "float32":
+        changed.append(f"dtype: proved in float32, trained in {plan.compute_dtype}")
+    plan = replace(plan, micro_batch_size=micro, gradient_accumulation=accumulation)
+    return replace(documents, plan=plan), changed
 
 
 def _dataset(documents: Documents) -> tuple[Dataset, int]:

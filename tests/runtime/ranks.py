@@ -1,0 +1,106 @@
+"""What the ranks of `test_sharding.py` run: one step of each case beside one process.
+
+`torchrun ... ranks.py RUN_DIR CASES.json RESULTS.json`; a case is a plan and an optional fault.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from analyzers.documents import from_data
+from runtime import checks, experts
+from runtime.adapters import adapter_parameters
+from runtime.build import Documents, build_dataset, build_model, process_group
+from runtime.checks import Worst, distance, whole
+from runtime.data import micro_batches
+from runtime.optim import clip_gradients
+from runtime.step import forward_backward
+from runtime.weights import digest
+from strategies.schema import Plan
+
+
+def batches(documents, dataset, pad, rank):
+    examples = dataset.batch(0, documents.global_batch_size, documents.job.seed)
+    plan = documents.plan
+    ranks = dist.get_world_size()
+    length = plan.sequence_length
+    return list(micro_batches(examples, rank, ranks, plan.micro_batch_size, length, pad))
+
+
+def moved(model):
+    """Gives every B a value, so that gradients reach every A too."""
+    for name, parameter in adapter_parameters(model).items():
+        if name.endswith("_B"):
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            local.data.fill_(0.01)
+
+
+def run(documents, case, dataset, pad, device):
+    model = build_model(documents, device, dtype=torch.float32)
+    moved(model)
+    if case.get("fault") == "scaled":
+        for module in experts.experts_of(model).values():
+            module.register_forward_hook(lambda m, a, out: out * 1.01)
+    mine = batches(documents, dataset, pad, dist.get_rank())
+    if case.get("skew"):
+        with checks.first_experts_only(model):
+            result = forward_backward(model, mine, device)
+    else:
+        result = forward_backward(model, mine, device)
+    full = {n: whole(p.grad) for n, p in adapter_parameters(model).items() if p.grad is not None}
+    norm = clip_gradients(adapter_parameters(model).values(), 0.1)
+    clipped = clip_gradients(adapter_parameters(model).values(), float("inf"))
+    starved = None
+    if case.get("skew"):
+        starved = checks.zero_token_expert(model, 1.0, None, top_k=4).passed
+    weights = digest(model)
+    plain = [n for n, p in model.named_parameters() if not hasattr(p, "device_mesh")]
+    if dist.get_rank() != 0:
+        return None
+    reference = build_model(documents, device, dtype=torch.float32, sharded=False)
+    moved(reference)
+    everyone = [b for r in range(dist.get_world_size()) for b in batches(documents, dataset, pad, r)]
+    if case.get("skew"):
+        with checks.first_experts_only(reference):
+            expected = forward_backward(reference, everyone, device, alone=True)
+    else:
+        expected = forward_backward(reference, everyone, device, alone=True)
+    worst = Worst()
+    twins = adapter_parameters(reference)
+    for name, twin in twins.items():
+        worst.add(name, distance(full[name], twin.grad) if name in full else float("inf"))
+    return {
+        "loss": abs(result.loss - expected.loss) / expected.loss,
+        "gradients": worst.value,
+        "where": worst.where,
+        "compared": worst.count,
+        "norm": norm,
+        "reference_norm": clip_gradients(twins.values(), float("inf")),
+        "clipped_norm": clipped,
+        "counts_equal": result.tokens_per_expert == expected.tokens_per_expert,
+        "weights_equal": weights == digest(reference),
+        "starved_zero": starved,
+        "plain": plain,
+    }
+
+
+def main():
+    run_dir, cases_file, results_file = map(Path, sys.argv[1:])
+    results = {}
+    with process_group() as device:
+        for name, case in json.loads(cases_file.read_text()).items():
+            documents = Documents.read(run_dir)
+            plan = from_data(Plan, case["plan"], cases_file)
+            documents = Documents(documents.run_dir, documents.job, plan, documents.analysis)
+            dataset, pad = build_dataset(documents)
+            results[name] = run(documents, case, dataset, pad, device)
+            dist.barrier()
+        if dist.get_rank() == 0:
+            results_file.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

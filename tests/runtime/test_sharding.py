@@ -1,0 +1,88 @@
+"""Every arrangement of four ranks gives the loss, gradients and norm of one process."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from runtime.checks import FLOAT32_TOLERANCE
+
+from .conftest import plan_for, to_data, torchrun, write_run
+
+CASES = {
+    "fsdp4": {"plan": plan_for(4)},
+    "fsdp4-ep2": {"plan": plan_for(4, ep=2)},
+    "fsdp4-ep4": {"plan": plan_for(4, ep=4)},
+    "fsdp4-ep2-allgather": {"plan": plan_for(4, ep=2, dispatcher="all_gather")},
+    "replicate2-fsdp2-ep2": {"plan": plan_for(4, ep=2, dp_replicate=2)},
+    "fsdp4-ep2-checkpointing": {
+        "plan": plan_for(4, ep=2, activation_checkpointing="full", gradient_accumulation=2)
+    },
+    "fsdp4-ep4-starved": {"plan": plan_for(4, ep=4), "skew": True},
+    "fsdp4-ep4-starved-allgather": {
+        "plan": plan_for(4, ep=4, dispatcher="all_gather"),
+        "skew": True,
+    },
+    "fault-scaled": {"plan": plan_for(4, ep=2), "fault": "scaled"},
+}
+SOUND = [name for name in CASES if not name.startswith("fault")]
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, small_model, small_analysis):
+    run = tmp_path_factory.mktemp("sharding")
+    write_run(run, small_model, plan_for(4), small_analysis)
+    cases = {name: case | {"plan": to_data(case["plan"])} for name, case in CASES.items()}
+    (run / "cases.json").write_text(json.dumps(cases))
+    ranks = Path(__file__).with_name("ranks.py")
+    torchrun(4, ranks, run, run / "cases.json", run / "results.json")
+    return json.loads((run / "results.json").read_text())
+
+
+@pytest.mark.parametrize("case", SOUND)
+def test_loss_and_gradients_are_those_of_one_process(results, case):
+    # pytorch#160285, Megatron-LM#5956: expert gradients too large by the EP size.
+    found = results[case]
+    assert found["loss"] <= FLOAT32_TOLERANCE
+    assert found["compared"] > 40
+    assert found["gradients"] <= FLOAT32_TOLERANCE, found["where"]
+
+
+@pytest.mark.parametrize("case", SOUND)
+def test_gradient_norm_counts_each_shard_once(results, case):
+    # Automodel#3816, Megatron-LM#5916, VeOmni#184: another norm on every EP group, or under HSDP.
+    # pytorch#180346: parameters on different meshes cannot be clipped together.
+    found = results[case]
+    assert found["norm"] == pytest.approx(found["reference_norm"], rel=1e-5)
+    assert found["norm"] > 0.1
+    assert found["clipped_norm"] == pytest.approx(0.1, rel=1e-4)
+
+
+@pytest.mark.parametrize("case", SOUND)
+def test_each_rank_loads_its_own_rows_of_the_right_weights(results, case):
+    # huggingface/transformers#48519: converting after the cut permutes convolution rows silently.
+    assert results[case]["weights_equal"]
+
+
+@pytest.mark.parametrize("case", SOUND)
+def test_every_adapter_is_sharded_before_training(results, case):
+    # transformers#48792: adapters attached after sharding stay plain; N ranks train N adapters.
+    assert results[case]["plain"] == []
+
+
+@pytest.mark.parametrize("case", SOUND)
+def test_tokens_are_counted_once_also_when_layers_are_recomputed(results, case):
+    # Automodel#3247: the load is counted twice under activation checkpointing.
+    assert results[case]["counts_equal"]
+
+
+@pytest.mark.parametrize("case", [name for name in SOUND if "starved" in name])
+def test_ranks_and_experts_without_tokens_have_zero_gradients_and_do_not_hang(results, case):
+    # Automodel#935, Megatron-LM#4851, torchtitan#1166, MSLK#158.
+    assert results[case]["starved_zero"]
+
+
+def test_a_scaled_expert_output_is_found(results):
+    assert results["fault-scaled"]["gradients"] > 100 * FLOAT32_TOLERANCE
