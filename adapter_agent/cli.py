@@ -103,6 +103,11 @@ BatchOpt = Annotated[
 ]
 RankOpt = Annotated[int | None, typer.Option("--lora-rank", min=1, help="Rank of the adapters.")]
 
+FixOpt = Annotated[
+    list[str] | None,
+    typer.Option("--fix", metavar="KEY=N", help="Force a part of the plan, e.g. ep=2. Repeatable."),
+]
+
 
 def _version(wanted: bool) -> None:
     if wanted:
@@ -127,7 +132,7 @@ def root(
 @app.command(
     epilog=_examples(
         f"adapt {_TINY} --cluster {_TWO_RANKS} --data {_DATA} --run-dir runs/first",
-        f"adapt {_TINY} --cluster {_TWO_RANKS} --until plan",
+        f"adapt {_TINY} --cluster {_TWO_RANKS} --fix ep=2 --until plan",
         f"adapt {_TINY} --cluster {_TWO_RANKS} --data {_DATA} --run-dir runs/first --resume",
     )
 )
@@ -151,6 +156,7 @@ def run(
     sequence_length: SequenceOpt = None,
     global_batch_size: BatchOpt = None,
     lora_rank: RankOpt = None,
+    fix: FixOpt = None,
     review: Annotated[
         Literal["auto", "ask", "require"],
         typer.Option(help="Who approves the generated kernels: nobody, you now, or later."),
@@ -177,6 +183,7 @@ def run(
         sequence_length=sequence_length,
         global_batch_size=global_batch_size,
         lora_rank=lora_rank,
+        fixed=tuple(fix or ()),
         trust_remote_code=trust_remote_code,
     )
     terminal = Terminal(quiet=quiet)
@@ -271,6 +278,7 @@ def plan(
     sequence_length: SequenceOpt = None,
     global_batch_size: BatchOpt = None,
     lora_rank: RankOpt = None,
+    fix: FixOpt = None,
     trust_remote_code: TrustOpt = False,
     as_json: JsonOpt = False,
     quiet: QuietOpt = False,
@@ -287,6 +295,7 @@ def plan(
         sequence_length=sequence_length,
         global_batch_size=global_batch_size,
         lora_rank=lora_rank,
+        fixed=tuple(fix or ()),
         trust_remote_code=trust_remote_code,
     )
     terminal = t.Terminal(quiet=quiet)

@@ -39,6 +39,8 @@ class Options:
     sequence_length: int | None = None
     global_batch_size: int | None = None
     lora_rank: int | None = None
+    fixed: tuple[str, ...] = ()
+    """Forced parts of the plan as `ep=2`."""
     trust_remote_code: bool = False
 
 
@@ -74,6 +76,7 @@ def make_job(options: Options) -> Job:
         data=str(options.data.resolve()) if options.data else None,
         sequence_length=options.sequence_length or min(LONGEST_DEFAULT_SEQUENCE, longest),
         global_batch_size=options.global_batch_size,
+        fixed=_fixed(options.fixed),
     )
     if options.steps is not None:
         job = replace(job, steps=options.steps)
@@ -81,6 +84,18 @@ def make_job(options: Options) -> Job:
         # The usual alpha = 2 * rank keeps the scale of the update when the rank changes.
         job = replace(job, lora=Lora(rank=options.lora_rank, alpha=2.0 * options.lora_rank))
     return job
+
+
+def _fixed(settings: tuple[str, ...]) -> dict[str, int]:
+    """`("ep=2",)` -> `{"ep": 2}`; which keys there are is the planner's to say."""
+    fixed = {}
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if not key or not value.isdecimal():
+            fault = f"'{setting}' is not KEY=NUMBER"
+            raise InputError("--fix", fault=fault, fix="for example: --fix ep=2")
+        fixed[key] = int(value)
+    return fixed
 
 
 def run_inputs(options: Options, job: Job) -> dict[str, Any]:
@@ -97,6 +112,7 @@ def run_inputs(options: Options, job: Job) -> dict[str, Any]:
         "sequence_length": job.sequence_length,
         "global_batch_size": job.global_batch_size,
         "lora_rank": job.lora.rank,
+        "fixed": " ".join(f"{key}={n}" for key, n in sorted(job.fixed.items())),
         "trust_remote_code": options.trust_remote_code,
     }
 

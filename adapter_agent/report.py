@@ -139,5 +139,7 @@ def _cell(value: object) -> str:
     """A measured or expected value in a table cell."""
     if isinstance(value, float):
         return figures.number(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_cell(v)}" for key, v in value.items()).replace("_", " ")
     text = "" if value is None else str(value)
     return text if len(text) <= 120 else text[:117] + "..."

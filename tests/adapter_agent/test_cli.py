@@ -251,6 +251,18 @@ def test_a_run_directory_that_cannot_be_written(refused, tmp_path, place):
     assert "--run-dir" in refused(run_dir=tmp_path / place)
 
 
+@pytest.mark.parametrize("setting", ["ep", "ep=two", "=2", "ep=-1", "eq=2", "ep=3"])
+def test_a_forced_setting_that_cannot_be(adapt, setting):
+    status, out, err = adapt("plan", MODEL, "--cluster", CLUSTER, "--fix", setting, "--quiet")
+    assert (status, out) == (2, ""), err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_forced_setting_is_kept_by_the_plan(adapt):
+    words = ["plan", MODEL, "--cluster", CLUSTER, "--fix", "ep=2", "--json"]
+    assert json.loads(adapt(*words)[1])["parallelism"]["ep"] == 2
+
+
 def test_an_unknown_backend(adapt, tmp_path):
     words = [MODEL, "--cluster", CLUSTER, "--backend", "abacus", "--run-dir", tmp_path / "r"]
     status, _, err = adapt(*words)

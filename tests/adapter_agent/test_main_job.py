@@ -29,6 +29,8 @@ COMMAND = [
     "128",
     "--global-batch-size",
     "16",
+    "--fix",
+    "ep=2",
 ]
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
