@@ -110,6 +110,43 @@ def test_frozen_weights_are_gathered_but_never_reduced(work, supernode):
     assert without.reduce_scatter == 0
 
 
+def test_adapters_multiply_in_every_expert_that_a_token_visits(k3, supernode):
+    """Forward and two gradients: 3 * 2 * rank * (in + out) for the top 16 of 896."""
+    known = cost.rates(supernode.device, "bfloat16")
+    experts = workload(k3, Lora(rank=8, targets=["routed_experts"]))
+    attention = workload(k3, Lora(rank=8, targets=["attention"]))
+    both = workload(k3, Lora(rank=8))
+    c = candidate(64)
+    added = cost.lower_bound(both, c, known) - cost.lower_bound(attention, c, known)
+    flops = 92 * 16 * 6 * 8 * (3584 + 6144 + 3072 + 3584) * 4096
+    assert added == pytest.approx(flops / known.flops)
+    compute = [cost.step_time(w, c, supernode, known).compute for w in (experts, both)]
+    assert compute[0] < compute[1]
+
+
+def test_packed_experts_are_unpacked_for_forward_and_for_backward(work, supernode):
+    known = cost.rates(supernode.device, "bfloat16")
+    plain, packed = (
+        cost.step_time(work, candidate(64, expert_weight_format=form), supernode, known).compute
+        for form in ("bf16", "mxfp4")
+    )
+    unpacked = work.routed_parameters / 64 * (0.53 + 2) / known.bandwidth
+    assert packed - plain == pytest.approx(2 * unpacked)
+
+
+def test_replicas_reduce_their_shards_over_the_outer_tier(work):
+    cluster = load_cluster(CLUSTERS / "hgx-h200-128.yaml")
+    known = cost.rates(cluster.device, "bfloat16")
+    c = candidate(8, world=8)
+    alone = cost.step_time(work, c, cluster, known).reduce_scatter
+    copied = replace(c, parallelism=replace(c.parallelism, dp_replicate=16))
+    added = cost.step_time(work, copied, cluster, known).reduce_scatter - alone
+    # An all-reduce of a shard of 1/8 of each layer's float32 gradients at 45 GB/s, 2 x 15 hops.
+    gradients = (work.dense_adapters + work.expert_adapters) * 4 / 8
+    expected = 2 * gradients * 15 / 16 / 45e9 + 93 * 2 * 15 * 12e-6
+    assert added == pytest.approx(expected, rel=1e-3)
+
+
 def test_gathers_hide_behind_compute_and_only_the_rest_counts(work):
     device = load_backend("h200")
     known = cost.rates(device, "bfloat16")

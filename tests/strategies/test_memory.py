@@ -79,8 +79,22 @@ def test_tensor_parallelism_does_not_divide_routed_experts(work, device):
     # NVIDIA-NeMo/Megatron-Bridge#3744: routed experts were divided by TP as well as by EP.
     without, with_tp = (memory(work, candidate(64, tp=tp), device) for tp in (1, 2))
     assert with_tp.frozen_weights == pytest.approx(without.frozen_weights)
-    routed = max(k.routed_parameters for k in work.kinds) / 64 * 2 / GIB
-    assert with_tp.unsharded_blocks > 2 * routed
+    # Two blocks in flight: half of the dense parts and all of the rank's experts.
+    block = (443.6e6 + 189.9e6) * 2 / 2 + 29.596e9 / 64 * 2
+    root = (2 * 163840 * 7168 + 401e6) * 2 / 2
+    assert with_tp.unsharded_blocks * GIB == pytest.approx(2 * block + root, rel=0.01)
+
+
+def test_gathered_adapters_bring_their_gradients(k3, device):
+    """bf16 copy and float32 gradient of two blocks' factors: experts over EP, the rest whole."""
+    held = []
+    for rank in (8, 16):
+        work = workload(k3, Lora(rank=rank))
+        held.append(memory(work, candidate(64), device).unsharded_blocks * GIB)
+    work = workload(k3, Lora(rank=8))
+    dense, moe = work.kinds[0], work.kinds[1]
+    factors = dense.dense_adapter + moe.dense_adapter + moe.expert_adapter / 64
+    assert held[1] - held[0] == pytest.approx(6 * factors)
 
 
 def test_recomputation_keeps_inputs_and_one_block(work, device):
