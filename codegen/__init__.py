@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from codegen.generate import generate
+    from codegen.build import generate
     from codegen.install import bind
     from codegen.load import LoadedKernel, load_kernels
     from codegen.mapper import map_operators
@@ -15,7 +15,7 @@ __all__ = ["LoadedKernel", "bind", "generate", "load_kernels", "map_operators"]
 _HOMES = {
     "LoadedKernel": "codegen.load",
     "bind": "codegen.install",
-    "generate": "codegen.generate",
+    "generate": "codegen.build",
     "load_kernels": "codegen.load",
     "map_operators": "codegen.mapper",
 }
@@ -27,7 +27,6 @@ def __getattr__(name: str) -> Any:
 
     if name not in _HOMES:
         raise AttributeError(f"module 'codegen' has no attribute '{name}'")
-    # `codegen.generate` is a module too; the function must win over it.
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
