@@ -29,6 +29,7 @@ from analyzers.schema import (
     Work,
 )
 from analyzers.structure import Kind, decoder_layers, kinds
+from analyzers.weights import check_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,6 +56,7 @@ def analyze(
     say(f"config: {config.model_type}; {_weights(checkpoint)}")
     # Tracing changes the model's config; the caller's stays as it is.
     model = models.build_on_meta(copy.deepcopy(config))
+    notes = check_weights(model, checkpoint) if checkpoint else []
     layer_kinds = kinds(model)
     say(f"{type(model).__name__}: {len(layer_kinds)} kinds of layers")
 
@@ -63,8 +65,8 @@ def analyze(
     parameters = _parameters(model, layer_kinds)
     float32 = _float32_names(model)
     text = config.get_text_config()
-    dtype, notes = _dtype(model, checkpoint)
-    notes += _notes(layer_kinds) + _config_notes(folder, outer)
+    dtype, assumed = _dtype(model, checkpoint)
+    notes += assumed + _notes(layer_kinds) + _config_notes(folder, outer)
 
     graphs, fidelity, reason = _traced(model, layer_kinds, calls)
     say(f"fidelity {fidelity}: {reason}")

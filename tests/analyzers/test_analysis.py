@@ -237,3 +237,40 @@ def test_damaged_weights_stop_the_analysis(tmp_path):
     shard.write_bytes(shard.read_bytes()[:1000])
     with pytest.raises(InputError, match="model-00002"):
         analyze(folder)
+
+
+def test_weights_of_another_model_are_refused(tmp_path):
+    data = json.loads((EXAMPLES / "tiny-kimi-linear" / "config.json").read_text())
+    folder = tmp_path / "model"
+    shutil.copytree(EXAMPLES / "tiny-kimi-linear", folder)
+    (folder / "config.json").write_text(json.dumps(data | {"vocab_size": 640}))
+    with pytest.raises(InputError, match=r"\[512, 128\], the model needs \[640, 128\]"):
+        analyze(folder)
+    (folder / "config.json").write_text((EXAMPLES / "tiny-qwen3-next" / "config.json").read_text())
+    with pytest.raises(InputError, match="made by no tensor of the checkpoint"):
+        analyze(folder)
+
+
+@pytest.mark.parametrize(
+    ("forgotten", "fault"),
+    [
+        ("layers.5.self_attn.q_proj.", r"layers\.5\.self_attn\.q_proj"),
+        ("layers.5.block_sparse_moe.experts.7.", "15 experts, the model has 16"),
+    ],
+)
+def test_tensor_that_the_index_forgot(tmp_path, forgotten, fault):
+    folder = tmp_path / "model"
+    shutil.copytree(EXAMPLES / "tiny-kimi-linear", folder)
+    index = folder / "model.safetensors.index.json"
+    data = json.loads(index.read_text())
+    for name in [n for n in data["weight_map"] if forgotten in n]:
+        del data["weight_map"][name]
+    index.write_text(json.dumps(data))
+    with pytest.raises(InputError, match=fault):
+        analyze(folder)
+
+
+def test_large_checkpoint_is_compared_in_its_first_layers(monkeypatch):
+    monkeypatch.setattr("analyzers.weights.MAX_CHECKED", 10)
+    monkeypatch.setattr("analyzers.weights.FIRST_LAYERS", 3)
+    assert any("first 3 layers" in note for note in analyze(EXAMPLES / "tiny-kimi-linear").notes)
