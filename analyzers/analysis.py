@@ -13,6 +13,7 @@ from torch import nn
 from analyzers import costs, models
 from analyzers.checkpoint import CheckpointFolder, open_checkpoint
 from analyzers.costs import Call
+from analyzers.errors import InputError
 from analyzers.graph import BlockGraph, trace_blocks
 from analyzers.schema import (
     Block,
@@ -57,6 +58,10 @@ def analyze(
     # Tracing changes the model's config; the caller's stays as it is.
     model = models.build_on_meta(copy.deepcopy(config))
     notes = check_weights(model, checkpoint) if checkpoint else []
+    for size in ("hidden_size", "vocab_size"):
+        if not isinstance(getattr(model.config.get_text_config(), size, None), int):
+            fix = "only decoder language models are analysed"
+            raise InputError(folder / "config.json", field=size, fault="is missing", fix=fix)
     layer_kinds = kinds(model)
     say(f"{type(model).__name__}: {len(layer_kinds)} kinds of layers")
 
@@ -64,7 +69,7 @@ def analyze(
     outer_calls, outer = _outer(model)
     parameters = _parameters(model, layer_kinds)
     float32 = _float32_names(model)
-    text = config.get_text_config()
+    text = model.config.get_text_config()
     dtype, assumed = _dtype(model, checkpoint)
     notes += assumed + _notes(layer_kinds) + _config_notes(folder, outer)
 
@@ -79,7 +84,7 @@ def analyze(
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
         max_sequence_length=getattr(text, "max_position_embeddings", None),
-        tied_embeddings=bool(text.tie_word_embeddings),
+        tied_embeddings=bool(getattr(text, "tie_word_embeddings", False)),
         parameters=parameters,
         checkpoint=checkpoint
         and Checkpoint(
@@ -215,7 +220,7 @@ def _outer_part(name: str) -> PartName:
     words = name.split(".")
     if any(w.startswith(("vis", "mm_", "multi_modal", "image")) for w in words):
         return "vision"
-    owner = words[-2]
+    owner = words[-2] if words[1:] else ""
     if owner.startswith(("embed", "wte", "word_embed")):
         return "embedding"
     if owner in ("lm_head", "output", "embed_out"):
@@ -296,9 +301,10 @@ def _notes(layer_kinds: list[Kind]) -> list[str]:
 def _config_notes(folder: Path, outer: list[Part]) -> list[str]:
     """What the config file says beyond the model that is built."""
     data = models.read_config(folder)
-    text = data.get("text_config") or {}
+    text = data.get("text_config")
+    inner = text.get("quantization_config") if isinstance(text, dict) else None
     notes = []
-    packed = data.get("quantization_config") or text.get("quantization_config")
+    packed = data.get("quantization_config") or inner
     if isinstance(packed, dict):
         form = packed.get("format") or packed.get("quant_method") or "an unnamed format"
         notes.append(f"the checkpoint is quantised ({form}); sizes here are of the unpacked model")

@@ -68,7 +68,7 @@ def _elementwise(kind: Kind, path: str, module: nn.Module) -> Iterator[Call]:
     name = type(module).__name__
     if isinstance(module, nn.Conv1d):
         yield short_convolution(module, part)
-    elif "AttentionResidual" in name:
+    elif "AttentionResidual" in name and "norm_weight" in own:
         yield attention_residual(own["norm_weight"].numel(), part, _count(own))
     elif set(own) in ({"weight"}, {"weight", "bias"}) and own["weight"].ndim == 1:
         yield norm(name, own["weight"].numel() * _heads(kind, path, own), part, _count(own))

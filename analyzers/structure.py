@@ -340,7 +340,8 @@ def _moe(layer: nn.Module, config: PreTrainedConfig) -> Moe | None:
         if isinstance(module, nn.Conv1d):
             continue
         stacked = [(n, p) for n, p in module.named_parameters(recurse=False) if p.ndim == 3]
-        if stacked and stacked[0][1].shape[0] > 1:
+        names = " ".join(name for name, _ in stacked)
+        if "up" in names and "down" in names and stacked[0][1].shape[0] > 1:
             return _stacked(layer, path, module, stacked, config)
     return None
 

@@ -63,47 +63,53 @@ def load_config(folder: str | Path, *, trust_remote_code: bool = False) -> PreTr
 def build_on_meta(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The model of a config with every parameter on the meta device: shapes, no memory.
 
-    `dtype` defaults to the config's. Raises InputError when no class builds the config.
+    `dtype` defaults to the config's. Raises InputError when no class builds the config, or when it
+    is not a language model.
     """
     import torch
     from transformers import initialization
 
     register_own_models()
     where = Path(config.name_or_path or "") / "config.json"
-    cls = model_class(config)
-    if cls is None:
-        raise _nothing_builds(where, config.model_type, own_code=False)
-    # As the Auto classes do: a text-only class of a multimodal config takes the text part.
-    if cls.config_class is (getattr(config, "sub_configs", None) or {}).get("text_config"):
-        config = config.get_text_config()
-    kwargs = {} if dtype is None else {"dtype": dtype}
+    name = config.model_type
     try:
-        with torch.device("meta"), initialization.no_init_weights():
-            return cls._from_config(config, **kwargs)
+        cls = model_class(config)
+        if cls is not None:
+            name = cls.__name__
+            # As the Auto classes do: a text-only class of a multimodal config takes its text part.
+            if cls.config_class is (getattr(config, "sub_configs", None) or {}).get("text_config"):
+                config = config.get_text_config()
+            kwargs = {} if dtype is None else {"dtype": dtype}
+            with torch.device("meta"), initialization.no_init_weights():
+                return cls._from_config(config, **kwargs)
     except Exception as e:  # model classes raise anything on values that do not go together
         first = str(e).strip().partition("\n")[0] or type(e).__name__
-        fault = f"{cls.__name__} cannot be built: {first:.300}"
-        raise InputError(where, fault=fault) from e
+        raise InputError(where, fault=f"{name} cannot be built: {first:.300}") from e
+    raise InputError(
+        where,
+        field="model_type",
+        fault=f"'{name:.60}' is known, but not as a language model",
+        fix="give a model with a language-model head",
+    )
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """The class that builds `config`: the one that it names, else one with a language-model head."""
+    """The language-model class that builds `config`: the one that it names, or the first."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
     from transformers.models.auto import modeling_auto
 
     # A config of the folder's own class is there only because its code was trusted.
     if type(config).__module__.startswith("transformers_modules."):
         own: dict[str, str] = getattr(config, "auto_map", None) or {}
-        reference = own.get("AutoModelForCausalLM") or own.get("AutoModel")
-        if reference is None:
+        if "AutoModelForCausalLM" not in own:
             return None
         folder = config.name_or_path or ""
+        reference = own["AutoModelForCausalLM"]
         return get_class_from_dynamic_module(reference, folder, local_files_only=True)
     found: list[Any] = []
     for mapping in (
         modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
         modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        modeling_auto.MODEL_MAPPING,
     ):
         if type(config) in mapping:
             classes = mapping[type(config)]
@@ -134,7 +140,7 @@ def register_own_models() -> None:
     kimi_k3.register()
 
 
-def _nothing_builds(where: str | Path, model_type: str, own_code: bool) -> InputError:
+def _nothing_builds(where: Path, model_type: str, own_code: bool) -> InputError:
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
