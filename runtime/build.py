@@ -112,9 +112,7 @@ def bind_kernels(model: PreTrainedModel, folder: Path) -> list[Any]:
     """Puts the generated kernels in the place of the model's own functions; returns them."""
     if not (folder / "manifest.json").is_file():
         return []
-    from codegen.install import bind
-
-    from codegen import load_kernels
+    from codegen import bind, load_kernels
 
     kernels = load_kernels(folder)
     bind(model, kernels)

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from analyzers.documents import write_document
 from runtime import checks
 from runtime.adapters import adapter_parameters
-from runtime.build import Documents, build_dataset, build_model, say
+from runtime.build import Documents, build_dataset, build_model, dtype_of, say
 from runtime.checkpoints import load_checkpoint, save_checkpoint
 from runtime.checks import FLOAT32_TOLERANCE, Worst, check, distance, whole
 from runtime.data import Batch, Dataset, Example, micro_batches
+from runtime.operators import operators_vs_reference
 from runtime.optim import build_optimizer, clip_gradients
 from runtime.peft_format import save_adapter
 from runtime.schema import Check, ValidationReport
@@ -91,6 +92,7 @@ def validate_rank(documents: Documents, device: torch.device) -> None:
         proof.not_kept.append("comparison with one process: the whole model does not fit here")
     stock = _weights(proof, fits)
     optimizer = _ep_invariance(proof)
+    _operators(proof, stock)
     _peft(proof, stock)
     _zero_token_expert(proof)
     say("memory")
@@ -170,9 +172,9 @@ def _ep_invariance(proof: Proof) -> Any:
     """Three steps beside one process: loss, every gradient, norm, clipped update; on the way, the
     proofs that belong after step 2 and 3. Returns the optimizer.
 
-    Both sides update from the gathered gradients of the sharded one, after these are compared:
-    AdamW divides a gradient by its own size, so rounding alone would turn entries near zero over
-    and drive two equal runs apart by 1e-3.
+    After each comparison both sides go on from the sharded one's values, gradients too: AdamW
+    divides a gradient by its own size, so rounding alone turns entries near zero over, and two
+    right runs drift apart by 1e-3 in three steps.
     """
     documents, config = proof.documents, proof.documents.job.optimizer
     adapters = adapter_parameters(proof.model)
@@ -212,7 +214,9 @@ def _ep_invariance(proof: Proof) -> Any:
         moved = {n: whole(p) for n, p in adapters.items()}
         for name, twin in twins.items():
             apart = distance(moved[name] - start[name], twin.detach().cpu() - start[name])
-            updates.add(f"{name} after step {step + 1}", apart)
+            updates.add(f"{name} in step {step + 1}", apart)
+            twin.data.copy_(moved[name])
+        start = moved
         say(f"step {step + 1}/{STEPS} loss {result.loss:.6f} norm {norm:.6f}")
         if step == STEPS - 2:
             proof.checks.append(checks.replicas_equal(proof.model))
@@ -274,6 +278,16 @@ def _balance(proof: Proof, result: StepResult) -> None:
     ep = proof.documents.plan.parallelism.ep
     counts = result.tokens_per_expert
     proof.checks.append(checks.routing_balance(counts, tokens, experts.top_k, ep))
+
+
+def _operators(proof: Proof, stock: PreTrainedModel | None) -> None:
+    folder = proof.documents.run_dir / "kernels"
+    if not (folder / "manifest.json").is_file():
+        proof.not_kept.append("kernels: the run has none")
+    elif stock is not None:
+        say("kernels against their references")
+        batch, dtype = proof.batches(0, 0)[0], dtype_of(proof.documents.plan)
+        proof.checks += operators_vs_reference(stock, folder, batch, proof.device, dtype)
 
 
 def _peft(proof: Proof, stock: PreTrainedModel | None) -> None:
