@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,6 +14,7 @@ from analyzers.documents import read_document, write_text
 
 if TYPE_CHECKING:
     from analyzers.schema import ModelAnalysis
+    from codegen.schema import OperatorChoice, OperatorMap
     from runtime.schema import StepMetrics
     from strategies.schema import Plan
 
@@ -59,6 +61,7 @@ def gather(run: RunDirectory) -> dict[str, Any]:
     from strategies.schema import Job, Plan
 
     analysis = _document(ModelAnalysis, run / "analysis.json")
+    operators = _document(OperatorMap, run / "operators.json")
     plan = _document(Plan, run / "plan.json")
     steps = read_metrics(run)
     record = run.record
@@ -71,7 +74,8 @@ def gather(run: RunDirectory) -> dict[str, Any]:
         "analysis": analysis,
         "pattern": layer_pattern(analysis) if analysis else "",
         "legend": layer_legend(analysis) if analysis else "",
-        "operators": _document(OperatorMap, run / "operators.json"),
+        "operators": operators,
+        "choices": _choices(operators) if operators else [],
         "kernels": _document(KernelSet, run / "kernels/manifest.json"),
         "plan": plan,
         "decision": _document(Decision, run / "review.json"),
@@ -86,6 +90,17 @@ def _document(cls: type[T], path: Path) -> T | None:
     return read_document(cls, path) if path.is_file() else None
 
 
+def _choices(operators: OperatorMap) -> list[tuple[OperatorChoice, int]]:
+    """The decisions, with how many shapes of the same operator each was made for."""
+    first: dict[tuple[str, ...], OperatorChoice] = {}
+    times: Counter[tuple[str, ...]] = Counter()
+    for o in operators.operators:
+        key = (o.operator, o.decision, o.provider, o.reason, o.evidence)
+        first.setdefault(key, o)
+        times[key] += 1
+    return [(o, times[key]) for key, o in first.items()]
+
+
 def _figures(
     analysis: ModelAnalysis | None, plan: Plan | None, steps: list[StepMetrics]
 ) -> dict[str, str]:
@@ -95,7 +110,7 @@ def _figures(
         made["layers"] = figures.layer_strip(layers, label="Layers by mixer and feed-forward")
         sizes = {name: n / 1e6 for name, n in parameters_by_part(analysis).items()}
         made["parameters"] = figures.stacked_bar(
-            sizes, whole=sum(sizes.values()), unit="M", label="Parameters by part"
+            _spaced(sizes), whole=sum(sizes.values()), unit="M", label="Parameters by part"
         )
     if plan:
         memory = plan.predicted.memory_gib
