@@ -125,6 +125,8 @@ def main(request_path: str, result_path: str) -> None:
     for name in request["dtypes"]:
         dtype = getattr(torch, name)
         for case in all_cases(shape):
+            if request["cases"] and case.name not in request["cases"]:
+                continue
             ran = run_case(module, shape, case, dtype, request["device"])
             result["cases"][f"{case.name}/{name}"] = ran
     if request["opcheck"]:

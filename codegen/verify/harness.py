@@ -60,16 +60,19 @@ def verify(subject: Subject, backend: Backend, cache: Path, progress=None) -> li
     if backend.triton and backend.triton.backend == "npu":
         stages.remove("compile")  # no compiler without the vendor's toolkit
 
+    speaking = threading.Lock()
+
     def one(stage: str) -> list[Gate]:
         kept = cache / f"{stage}-{_content(subject, backend, stage, device)}.json"
         if kept.exists():
             return [Gate(**gate) for gate in json.loads(kept.read_text(encoding="utf-8"))]
         if progress:
-            progress(f"proving {subject.module.name}: {stage}")
+            with speaking:
+                progress(f"proving {subject.module.name}: {stage}")
         if stage == "compile":
-            gates = _compile(subject, backend)
+            gates = compile_for(subject, backend)
         else:
-            gates = _run(subject, stage, device)
+            gates = run_on(subject, stage, device)
         write_text(kept, json.dumps([to_data(gate) for gate in gates], indent=1) + "\n")
         return gates
 
@@ -111,8 +114,14 @@ def _environment(interpret: bool) -> dict[str, str]:
     return environment
 
 
-def _run(subject: Subject, stage: str, device: str | None) -> list[Gate]:
-    """Runs the candidate on one device and judges what it hands back."""
+def run_on(
+    subject: Subject, stage: str, device: str | None = None, cases: list[str] | None = None
+) -> list[Gate]:
+    """Runs the candidate in another process and judges here what it hands back.
+
+    `stage` is `interpreter`, `cpu` or `device` (then `device` names its type); `cases` picks some
+    by name.
+    """
     import torch
 
     from codegen.verify.cases import Shape
@@ -125,7 +134,8 @@ def _run(subject: Subject, stage: str, device: str | None) -> list[Gate]:
         "shape": subject.shape,
         "dtypes": dtypes,
         "device": device if stage == "device" else "cpu",
-        "opcheck": stage != "interpreter",
+        "opcheck": stage != "interpreter" and cases is None,
+        "cases": cases,
     }
     ran_on = {"interpreter": "interpreter", "cpu": "cpu"}.get(stage, str(device))
     if stage == "device" and device == "cuda":
@@ -158,10 +168,10 @@ def _run(subject: Subject, stage: str, device: str | None) -> list[Gate]:
     assert spec.loader is not None
     reference = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(reference)
-    return Judge(reference, Shape(**subject.shape)).gates(result, dtypes, ran_on)
+    return Judge(reference, Shape(**subject.shape), cases).gates(result, dtypes, ran_on)
 
 
-def _compile(subject: Subject, backend: Backend) -> list[Gate]:
+def compile_for(subject: Subject, backend: Backend) -> list[Gate]:
     """One gate per target: every kernel of the module compiles and keeps the device's limits."""
     targets: list[dict] = [{**target, "dtypes": ["bfloat16"]} for target in OTHER_TARGETS]
     targets[0]["dtypes"] = subject.dtypes

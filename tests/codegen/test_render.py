@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+
+import pytest
+from jinja2 import StrictUndefined
+
+from analyzers.backends import load_backend
+from codegen.family import load_specs
+from codegen.render import _environment, render
+from tests.codegen.kernel_samples import write_kernel
+
+
+@pytest.mark.parametrize("backend", ["cpu", "h200"])
+def test_the_same_inputs_give_the_same_bytes(member, backend):
+    spec, device = load_specs()[member], load_backend(backend)
+    shape = {"key_dim": 128, "value_dim": 128}
+    assert render(spec, device, shape) == render(spec, device, shape)
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(16, 16), (128, 128), (100, 256)])
+@pytest.mark.parametrize("backend", ["cpu", "h200"])
+def test_rendered_files_are_formatted_and_lint_clean(member, key_dim, value_dim, backend, tmp_path):
+    write_kernel(tmp_path, member, key_dim, value_dim, backend)
+    for command in (["format", "--check"], ["check", "--select", "E,F,I,B,UP,SIM"]):
+        ran = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "--line-length", "100", str(tmp_path)],
+            capture_output=True,
+            text=True,
+        )
+        assert ran.returncode == 0, ran.stdout
+
+
+def test_the_module_imports_torch_and_triton_only(member):
+    spec = load_specs()[member]
+    made = render(spec, load_backend("cpu"), {"key_dim": 32, "value_dim": 32})
+    imported = set()
+    for node in ast.walk(ast.parse(made.files[made.module])):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module)
+    assert imported == {"__future__", "torch", "triton"}
+
+
+def test_the_header_says_what_the_file_was_made_from(member):
+    spec = load_specs()[member]
+    made = render(spec, load_backend("h200"), {"key_dim": 64, "value_dim": 64})
+    header = made.files[made.module].split('"""')[0]
+    for digest in (made.template_sha256, made.spec_sha256, made.backend_sha256):
+        assert digest in header
+    assert "adapt kernels MODEL --backend h200" in header
+    assert spec.triton in header
+    for text in made.files.values():
+        assert not re.search(r"/(home|tmp|root|work)/|20\d\d-\d\d-\d\d", text)
+
+
+def test_another_width_or_backend_gets_another_operator_name(member):
+    spec = load_specs()[member]
+
+    def namespace(backend, width):
+        made = render(spec, load_backend(backend), {"key_dim": width, "value_dim": 32})
+        return re.search(r'custom_op\("(\w+)::', made.files[made.module])[1]
+
+    names = {namespace(b, w) for b in ("cpu", "h200") for w in (16, 32)}
+    assert len(names) == 4
+
+
+def test_templates_refuse_unknown_names():
+    assert _environment().undefined is StrictUndefined
+
+
+def test_the_tile_keeps_clear_of_known_compiler_faults(member):
+    # triton#11366, fla#984: four warps with blocks of 32, or in a delta rule's backward, on Hopper.
+    tile = load_specs()[member].tile(load_backend("h200"))
+    faulty = [f.condition.get("num_warps") for f in load_backend("h200").triton.known_faults]
+    assert tile.num_warps not in faulty
