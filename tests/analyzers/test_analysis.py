@@ -274,3 +274,44 @@ def test_large_checkpoint_is_compared_in_its_first_layers(monkeypatch):
     monkeypatch.setattr("analyzers.weights.MAX_CHECKED", 10)
     monkeypatch.setattr("analyzers.weights.FIRST_LAYERS", 3)
     assert any("first 3 layers" in note for note in analyze(EXAMPLES / "tiny-kimi-linear").notes)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "mixers"),
+    [
+        ("bailing_hybrid", {"kda", "mla"}),
+        ("minimax", {"lightning", "full_attention"}),
+        ("granitemoehybrid", {"mamba2"}),
+        ("mistral4", {"mla"}),
+        ("dots3_note", {"sparse_topk", "mla"}),
+        ("lara_mini", {"gated_delta_net", "sliding_attention", "full_attention"}),
+        ("llama", {"full_attention"}),
+    ],
+)
+def test_other_architectures_by_convention_alone(tmp_path, model_type, mixers):
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[model_type]().to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    a = analyze(tmp_path)
+    assert {layer.mixer for layer in a.layers} == mixers
+    assert "its calls are those counted from the modules" in a.fidelity_reason
+    assert parameters_by_parts(a) == a.parameters.total
+    assert (a.experts is None) == (model_type == "llama")
+
+
+def test_disagreement_of_graph_and_modules_is_told(monkeypatch):
+    from analyzers import costs
+
+    whole = costs.block_calls
+    monkeypatch.setattr(
+        costs, "block_calls", lambda kind: [c for c in whole(kind) if c.operator != "router"]
+    )
+    reason = analyze(EXAMPLES / "tiny-qwen3-next").fidelity_reason
+    assert "calls router 1 times in the graph, 0 by modules" in reason
+
+
+def test_encoder_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
+    with pytest.raises(InputError, match="not as a language model"):
+        analyze(tmp_path)
