@@ -62,7 +62,9 @@ def run(documents, case, dataset, pad, device):
         return None
     reference = build_model(documents, device, dtype=torch.float32, sharded=False)
     moved(reference)
-    everyone = [b for r in range(dist.get_world_size()) for b in batches(documents, dataset, pad, r)]
+    everyone = [
+        b for r in range(dist.get_world_size()) for b in batches(documents, dataset, pad, r)
+    ]
     if case.get("skew"):
         with checks.first_experts_only(reference):
             expected = forward_backward(reference, everyone, device, alone=True)

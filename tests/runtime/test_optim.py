@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ def test_rate_warms_up_then_falls_to_a_tenth():
     rates = [learning_rate(config, step, 20) for step in range(20)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[4] == 1.0
-    assert all(a > b for a, b in zip(rates[4:], rates[5:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(rates[4:]))
     assert 0.1 < rates[-1] < 0.12
 
 
@@ -22,7 +24,9 @@ def test_no_warm_up_and_more_steps_than_planned():
 
 def test_clip_equals_torch():
     torch.manual_seed(0)
-    ours = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 5)] + [torch.nn.Parameter(torch.ones(2))]
+    ours = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 5)] + [
+        torch.nn.Parameter(torch.ones(2))
+    ]
     theirs = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 5)]
     for a, b in zip(ours, theirs, strict=False):
         a.grad = torch.randn_like(a)
