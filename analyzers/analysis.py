@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FLOAT32_NAMES = ("A_log", "dt_bias", "e_score_correction_bias")
+FINAL = ("norm", "norm_f", "final_layernorm", "ln_f")  # names of the norm after the last layer
 STORED = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -211,9 +212,6 @@ def _outer(model: PreTrainedModel) -> tuple[list[Call], list[Part]]:
             calls.append(call)
             break
     return calls, [_part(part, number, calls) for part, number in count.items()]
-
-
-FINAL = ("norm", "norm_f", "final_layernorm", "ln_f")
 
 
 def _outer_part(name: str) -> PartName:

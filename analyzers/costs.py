@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from analyzers.mixers import Attributes, Mixer
 from analyzers.schema import PartName, Site, Work
-from analyzers.structure import Attributes, Kind, Mixer, Moe
+from analyzers.structure import Kind, Moe
 
 CHUNK = 64
 """Chunk length of the linear-attention formulas; kernels of the field use 64 (or 32)."""
