@@ -38,8 +38,8 @@ def test_kernels_pass_every_gate_in_the_interpreter(member, tmp_path):
 WRONG_KERNELS = {
     "dropped decay": ("h = h * decay + tl.dot", "h = h + tl.dot"),
     "wrong mask": (
-        "a_kk = tl.where(r[:, None] > r[None, :]",
-        "a_kk = tl.where(r[:, None] >= r[None, :]",
+        "lower = r[:, None] >= r[None, :]",
+        "lower = r[:, None] >= r[None, :] - 1",
     ),
     "off-by-one chunk": (
         "(chunk - tl.load(first_chunk_ptr + n)) * BT",
