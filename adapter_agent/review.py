@@ -117,6 +117,7 @@ def summary(run: RunDirectory) -> str:
         lines.append(f"decide: adapt review {run.path} --approve (or --reject --why TEXT)")
     else:
         lines.append(f"{decision.decision} by {decision.by} at {decision.time}")
+        lines.append("go on with the command that started the run, and --resume")
     return "\n".join(lines)
 
 

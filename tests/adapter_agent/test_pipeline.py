@@ -3,10 +3,14 @@
 The real stages run in test_main_job.py.
 """
 
+import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from adapter_agent import cli
 from adapter_agent.pipeline import StageError, run_pipeline
 from adapter_agent.review import decide, write_decision
 from adapter_agent.run_directory import STAGES, open_run
@@ -167,3 +171,36 @@ def test_a_failed_validation_is_reported_and_not_trained(tmp_path, called, monke
     monkeypatch.setitem(WORK, "validate", whole)
     assert go(tmp_path, resume=True) == "done"
     assert "train" in called
+
+
+def test_on_the_command_line_a_review_is_status_5_until_it_is_approved(
+    tmp_path, called, monkeypatch, capfd
+):
+    def adapt(*words):
+        monkeypatch.setattr(sys, "argv", ["adapt", *map(str, words)])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        return left.value.code or 0, capfd.readouterr().out
+
+    examples = Path(__file__).parents[2] / "examples"
+    job = [examples / "models/tiny-kimi-linear", "--cluster", examples / "clusters/two-ranks.yaml"]
+    job += ["--run-dir", tmp_path / "run", "--review", "require"]
+    status, out = adapt(*job)
+    assert status == 5
+    assert f"adapt review {tmp_path / 'run'} --approve" in out
+    assert adapt(*job, "--resume", "--json")[0] == 5
+    assert adapt("review", tmp_path / "run")[0] == 0
+    status, out = adapt("review", tmp_path / "run", "--approve", "--by", "ada")
+    assert status == 0
+    assert "approved by ada" in out
+    status, out = adapt(*job, "--resume", "--json")
+    assert status == 0
+    assert json.loads(out)["ending"] == "done"
+    assert called.count("analyze") == 1
+
+
+def test_the_stages_of_the_command_line_are_those_of_the_pipeline():
+    from typing import get_args
+
+    assert get_args(cli.StageName) == STAGES
+    assert tuple(WORK) == STAGES
