@@ -2,8 +2,7 @@ import pytest
 
 from analyzers.errors import InputError
 from runtime.data import IGNORED, Dataset, Example, check_data, load_dataset, micro_batches
-
-from .conftest import EXAMPLES
+from tests.runtime.runs import EXAMPLES
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from analyzers.documents import to_data
 from runtime.checks import FLOAT32_TOLERANCE
-
-from .conftest import plan_for, to_data, torchrun, write_run
+from tests.runtime.runs import plan_for, torchrun, write_run
 
 CASES = {
     "fsdp4": {"plan": plan_for(4)},

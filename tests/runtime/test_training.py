@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,10 +15,10 @@ import runtime
 from analyzers import analyze
 from analyzers.errors import InputError
 from runtime.checkpoints import KEPT, last_checkpoint
+from tests.runtime.runs import EXAMPLES, plan_for, write_run
 
-from .conftest import EXAMPLES, plan_for, write_run
-
-STEPS = 20
+STEPS = 32
+KILLED_STEPS = 12
 MODEL = EXAMPLES / "models" / "tiny-kimi-linear"
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -28,21 +29,24 @@ def metrics(run):
 
 
 @pytest.fixture(scope="module")
-def analysis():
-    return analyze(MODEL)
-
-
-def prepared(folder, analysis):
-    plan = plan_for(2, ep=2, micro_batch_size=4)
-    return write_run(folder, MODEL, plan, analysis, steps=STEPS, checkpoint_every=4)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory, analysis):
-    run = prepared(tmp_path_factory.mktemp("trained"), analysis)
+def trained(tmp_path_factory):
+    plan = plan_for(2, ep=2, micro_batch_size=8)
+    run = write_run(tmp_path_factory.mktemp("trained"), MODEL, plan, analyze(MODEL), steps=STEPS)
     lines = []
     runtime.train(run, progress=lines.append)
     return run, lines
+
+
+def prepared(folder, model, analysis):
+    plan = plan_for(2, ep=2)
+    return write_run(folder, model, plan, analysis, steps=KILLED_STEPS, checkpoint_every=3)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory, small_model, small_analysis):
+    run = prepared(tmp_path_factory.mktemp("straight"), small_model, small_analysis)
+    runtime.train(run)
+    return run
 
 
 def test_the_loss_falls_by_more_than_half_on_the_shipped_task(trained):
@@ -85,23 +89,21 @@ def test_the_adapter_loads_in_stock_peft_and_helps(trained):
     assert after < before / 2
 
 
-def test_only_the_last_checkpoints_are_kept(trained):
-    run, _ = trained
-    folder = run / "train" / "checkpoints"
-    assert last_checkpoint(folder) == STEPS
-    assert sorted(p.name for p in folder.iterdir()) == ["step_16", f"step_{STEPS}"]
+def test_only_the_last_checkpoints_are_kept(straight):
+    folder = straight / "train" / "checkpoints"
+    assert last_checkpoint(folder) == KILLED_STEPS
+    assert sorted(p.name for p in folder.iterdir()) == ["step_12", "step_9"]
     assert KEPT == 2
 
 
-def test_a_killed_run_resumes_to_the_same_adapter(trained, tmp_path, analysis):
+def test_a_killed_run_resumes_to_the_same_adapter(straight, tmp_path, small_model, small_analysis):
     # KempnerForge#57: the second resume loses its place. labs-molt#57: a resume restores no
     # optimizer state. Automodel#1325: the adapter is silently not loaded.
-    straight, _ = trained
-    run = prepared(tmp_path, analysis)
-    for after in (5, 13):
+    run = prepared(tmp_path, small_model, small_analysis)
+    for after in (4, 8):
         kill_after(run, after)
     runtime.train(run)
-    assert [m["step"] for m in metrics(run)] == list(range(1, STEPS + 1))
+    assert [m["step"] for m in metrics(run)] == list(range(1, KILLED_STEPS + 1))
     assert [m["loss"] for m in metrics(run)] == [m["loss"] for m in metrics(straight)]
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (run / "adapter" / name).read_bytes() == (straight / "adapter" / name).read_bytes()
@@ -142,24 +144,35 @@ def ranks_of(run):
     return found
 
 
-def test_a_bad_line_of_data_fails_the_launch_with_one_line(tmp_path, analysis):
-    run = prepared(tmp_path, analysis)
+def rewritten(run, name, **fields):
+    data = json.loads((run / name).read_text()) | fields
+    (run / name).write_text(json.dumps(data))
+
+
+def test_a_bad_line_of_data_fails_the_launch_with_one_line(tmp_path, small_model, small_analysis):
+    run = prepared(tmp_path, small_model, small_analysis)
     data = tmp_path / "bad.jsonl"
     data.write_text('{"text": "a"}\n{"text": \n')
-    job = json.loads((run / "job.json").read_text()) | {"data": str(data)}
-    (run / "job.json").write_text(json.dumps(job))
+    rewritten(run, "job.json", data=str(data))
     with pytest.raises(InputError) as caught:
         runtime.train(run)
     assert str(caught.value).startswith(f"{data}: line 2: broken JSON")
     assert caught.value.exit_status == 2
 
 
-def test_a_failing_rank_is_quoted(tmp_path, analysis):
-    run = prepared(tmp_path, analysis)
-    (run / "kernels").mkdir()
-    (run / "kernels" / "manifest.json").mkdir()  # not readable as a file: passed over
-    plan = json.loads((run / "plan.json").read_text()) | {"compute_dtype": "float32"}
-    plan["parallelism"] |= {"ep": 2, "efsdp": 2}
-    (run / "plan.json").write_text(json.dumps(plan))
+def test_a_plan_that_does_not_add_up_is_refused(tmp_path, small_model, small_analysis):
+    run = prepared(tmp_path, small_model, small_analysis)
+    parallelism = json.loads((run / "plan.json").read_text())["parallelism"]
+    rewritten(run, "plan.json", parallelism=parallelism | {"ep": 2, "efsdp": 2})
     with pytest.raises(InputError, match="does not make 2 ranks"):
         runtime.train(run)
+
+
+def test_a_rank_that_crashes_is_quoted(tmp_path, small_model, small_analysis):
+    model = tmp_path / "model"
+    shutil.copytree(small_model, model)
+    (model / "tokenizer.json").write_text("{")
+    run = prepared(tmp_path, model, small_analysis)
+    with pytest.raises(RuntimeError, match=r"(?s)train: rank \d failed .*Error") as caught:
+        runtime.train(run)
+    assert len(str(caught.value).splitlines()) < 20

@@ -9,8 +9,7 @@ from analyzers import analyze
 from analyzers.documents import read_document
 from analyzers.errors import ProofError
 from runtime.schema import ValidationReport
-
-from .conftest import EXAMPLES, plan_for, write_run
+from tests.runtime.runs import EXAMPLES, plan_for, write_run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

@@ -1,0 +1,99 @@
+"""Run directories for the runtime's tests: real documents around very small models."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from analyzers.documents import write_document
+from strategies.schema import (
+    Job,
+    Memory,
+    Parallelism,
+    Plan,
+    Predicted,
+    StepTime,
+)
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def plan_for(ranks, *, ep=1, dp_replicate=1, dispatcher="all_to_all", **rest):
+    """A plan by hand: tests choose the arrangement, not the search."""
+    zero = dict.fromkeys(Memory.__dataclass_fields__, 0.0)
+    times = dict.fromkeys(StepTime.__dataclass_fields__, 0.0)
+    fsdp = ranks // dp_replicate
+    fields = {
+        "micro_batch_size": 2,
+        "sequence_length": 64,
+        "gradient_accumulation": 1,
+        "activation_checkpointing": "none",
+        "reshard_after_forward": True,
+        "expert_weight_format": "fp32",
+        "compute_dtype": "float32",
+    }
+    return Plan(
+        cluster="test",
+        world_size=ranks,
+        parallelism=Parallelism(dp_replicate=dp_replicate, fsdp=fsdp, ep=ep, efsdp=fsdp // ep),
+        dispatcher=dispatcher if ep > 1 else "none",
+        predicted=Predicted(
+            step_seconds=0.0,
+            step=StepTime(**times),
+            tokens_per_second_per_device=0.0,
+            memory_gib=Memory(**zero),
+            oom_probability=0.0,
+            lower_bound_seconds=0.0,
+            optimality_gap=0.0,
+        ),
+        **(fields | rest),
+    )
+
+
+def job_for(model, **rest):
+    return Job(
+        model=str(model),
+        cluster=str(EXAMPLES / "clusters" / "two-ranks.yaml"),
+        backend="cpu",
+        data=str(EXAMPLES / "data" / "classes-train.jsonl"),
+        sequence_length=64,
+        **rest,
+    )
+
+
+def write_run(run_dir, model, plan, analysis, **job):
+    write_document(job_for(model, **job), run_dir / "job.json")
+    write_document(analysis, run_dir / "analysis.json")
+    write_document(plan, run_dir / "plan.json")
+    return run_dir
+
+
+def save_small(model_type, folder):
+    """A random model of three layers in the released key format, with the example's tokenizer."""
+    import shutil
+
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    example = EXAMPLES / "models" / f"tiny-{model_type.replace('_', '-')}"
+    config = AutoConfig.from_pretrained(example)
+    config.num_hidden_layers = 4
+    config.layer_types = config.layer_types[:4]
+    if getattr(config, "mlp_layer_types", None):
+        config.mlp_layer_types = config.mlp_layer_types[:4]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 and "A_log" not in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(example / name, folder / name)
+    return folder
+
+
+def torchrun(ranks, *arguments, timeout=300):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    faults = [line for line in done.stderr.splitlines() if "Warning" not in line]
+    assert done.returncode == 0, "\n".join(faults[:60])
