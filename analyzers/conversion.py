@@ -1,10 +1,10 @@
 """Which checkpoint tensors make which model tensor, by transformers' own conversion table.
 
-A released checkpoint rarely holds a model's tensors under the model's names: experts lie one by one,
-convolutions apart, prefixes differ. transformers describes the way from one to the other as
-`WeightRenaming` and `WeightConverter` objects. This module turns that table into one recipe for each
-model tensor, from names alone, and runs a recipe on whatever reads the sources: whole, or for a bank
-of experts only for the experts `[low, high)`, in which case only their tensors are read.
+A released checkpoint rarely holds a model's tensors under the model's names: experts lie one by
+one, convolutions apart, prefixes differ. transformers describes the way from one to the other as
+`WeightRenaming` and `WeightConverter` objects. This module turns that table into one recipe for
+each model tensor, from names alone, and runs a recipe on whatever reads the sources: whole, or for
+a bank of experts only for the experts `[low, high)`, in which case only their tensors are read.
 
 A recipe always works on whole source tensors, before any sharding: converting shards that are
 already cut along the converted dimension permutes rows silently.

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from runtime.launch import train, validate
 
 if TYPE_CHECKING:
-    from torch import nn
+    from transformers import PreTrainedModel
 
     from strategies.schema import Plan
 
 __all__ = ["parallelize", "train", "validate"]
 
 
-def parallelize(model: nn.Module, plan: Plan) -> nn.Module:
+def parallelize(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
     """See `runtime.sharding.parallelize`."""
     from runtime.sharding import parallelize as apply
 

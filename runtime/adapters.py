@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -97,11 +97,12 @@ def layers_name(model: nn.Module) -> str:
     return max(lists, key=lambda name: len(lists[name]))
 
 
-def _adapt_linear(name: str, module: nn.Module, lora: Lora) -> None:
+def _adapt_linear(name: str, module: Any, lora: Lora) -> None:
     if type(module) is not nn.Linear:
         kind = type(module).__name__
         raise InputError("job.json", field="lora.targets", fault=f"{name} is a {kind}, not linear")
     module.__class__ = LoraLinear
+    assert isinstance(module, LoraLinear)
     device = module.weight.device
     module.lora_A = _factor(lora.rank, module.in_features, device=device)
     module.lora_B = _factor(module.out_features, lora.rank, device=device)
@@ -122,7 +123,7 @@ def _adapt_experts(model: nn.Module, lora: Lora) -> list[str]:
     return list(found)
 
 
-def banks(experts: nn.Module) -> list[str]:
+def banks(experts: Any) -> list[str]:
     """Names of the stacked weights of an experts module, in the order in which they are applied."""
     return ["gate_up_proj" if experts.has_gate else "up_proj", "down_proj"]
 

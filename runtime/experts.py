@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -206,7 +206,7 @@ def _has_grouped_gemm(x_RF: Tensor) -> bool:
 
 
 def adapted_linear(
-    experts: nn.Module, name: str, x_RF: Tensor, rows: Rows, row_expert_R: Tensor | None
+    experts: Any, name: str, x_RF: Tensor, rows: Rows, row_expert_R: Tensor | None
 ) -> Tensor:
     """The bank `name` with bias and low-rank adapter; base weight plus delta never exist as one."""
     weight = local(getattr(experts, name))
@@ -235,7 +235,7 @@ def local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def run_experts(self: nn.Module, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+def run_experts(self: Any, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """The experts forward that transformers calls, on this rank's tokens -> [T, D]."""
     recorder.add(self, index_TK)
     dispatcher: Dispatcher = getattr(self, "dispatcher", None) or Local()
@@ -254,8 +254,11 @@ def run_experts(self: nn.Module, x_TD: Tensor, index_TK: Tensor, weights_TK: Ten
     return dispatcher.combine(y_RD, weights_TK, sent).to(x_TD.dtype)
 
 
-def experts_of(model: nn.Module) -> dict[str, nn.Module]:
-    """All modules whose experts run through transformers' registry, by name."""
+def experts_of(model: nn.Module) -> dict[str, Any]:
+    """All modules whose experts run through transformers' registry, by name.
+
+    Typed loosely: what transformers' decorator adds to them is not declared anywhere.
+    """
     return {
         name: module
         for name, module in model.named_modules()
@@ -291,7 +294,7 @@ class Recorder:
         finally:
             self._valid_T, self._on = None, False
 
-    def add(self, module: nn.Module, index_TK: Tensor) -> None:
+    def add(self, module: Any, index_TK: Tensor) -> None:
         if not self._on or self._valid_T is None:
             return
         ids = index_TK[self._valid_T].reshape(-1)

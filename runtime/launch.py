@@ -36,6 +36,11 @@ def train(run_dir: str | Path, *, plan: Path | None = None, progress: Progress =
 
     run_dir = Path(run_dir)
     ranks = read_document(Plan, plan or run_dir / "plan.json").world_size
+    kind, count = local_devices()
+    if ranks > count and kind != "cpu":
+        fault = f"{ranks}, but here are {count} {kind} devices"
+        fix = "start it on the cluster with the scripts in launch/"
+        raise InputError(plan or run_dir / "plan.json", field="world_size", fault=fault, fix=fix)
     launch(run_dir, "train", ranks, plan=plan, progress=progress)
 
 
@@ -73,7 +78,8 @@ def write_twin(run_dir: Path) -> Path:
         fault = f"'{job.backend}' is a {backend.device_type} device, here are {kind} devices"
         raise InputError(run_dir / "job.json", field="backend", fault=fault)
     ranks = min(plan.world_size, count)
-    made = plan if ranks == plan.world_size else twin(plan, analysis, ranks, backend)
+    here = ranks == plan.world_size and backend.name == job.backend
+    made = plan if here else twin(plan, analysis, ranks, backend)
     return write_document(made, run_dir / "validate" / "plan.json")
 
 

@@ -8,7 +8,7 @@ over `efsdp`; everything else over `fsdp`. `dp_replicate` copies the whole arran
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from runtime.adapters import layers_name
 from runtime.experts import AllGather, AllToAll, experts_of, use_own_experts
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from strategies.schema import Plan
 
 FLOAT32_NAMES = ("A_log", "dt_bias", "e_score_correction_bias")
@@ -68,7 +70,7 @@ def device_type() -> str:
     return accelerator.type if accelerator is not None else "cpu"
 
 
-def parallelize(model: nn.Module, plan: Plan) -> nn.Module:
+def parallelize(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
     """Shards `model`, in place, as `plan` says; adapters must already be in it.
 
     The model may lie on the meta device. Gradients are summed over ranks, never averaged: the loss
@@ -78,6 +80,9 @@ def parallelize(model: nn.Module, plan: Plan) -> nn.Module:
     meshes = build_meshes(plan)
     keep_float32(model)
     use_own_experts(model)
+    if plan.parallelism.ep > 1 and not experts_of(model):
+        fault = f"{type(model).__name__} has no experts that run through transformers' registry"
+        raise InputError("plan.json", field="parallelism.ep", fault=fault, fix="plan with ep = 1")
     own_groups: set[nn.Parameter] = set()
     if plan.activation_checkpointing == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -89,7 +94,7 @@ def parallelize(model: nn.Module, plan: Plan) -> nn.Module:
         elif plan.parallelism.ep > 1:
             # Nothing left to gather: the experts stay out of FSDP, as DTensors on `ep` alone.
             own_groups |= set(experts.parameters(recurse=False))
-    for layer in model.get_submodule(layers_name(model)):
+    for layer in model.get_submodule(layers_name(model)).children():
         _shard(layer, meshes.fsdp, plan.reshard_after_forward, own_groups)
     _shard(model, meshes.fsdp, False, own_groups)
     for module in model.modules():
@@ -102,7 +107,7 @@ def parallelize(model: nn.Module, plan: Plan) -> nn.Module:
     return model
 
 
-def _own_experts(name: str, experts: nn.Module, mesh: DeviceMesh, dispatcher: str) -> None:
+def _own_experts(name: str, experts: Any, mesh: DeviceMesh, dispatcher: str) -> None:
     """Gives this rank its range of experts: every stacked parameter becomes `Shard(0)` on `ep`."""
     count, ranks = experts.num_experts, mesh.size()
     if count % ranks:

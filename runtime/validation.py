@@ -161,7 +161,9 @@ def _weights(proof: Proof, fits: bool) -> PreTrainedModel | None:
         return None
     from transformers import AutoModelForCausalLM
 
-    stock = AutoModelForCausalLM.from_pretrained(job.model, dtype=FLOAT32, local_files_only=True)
+    stock: Any = AutoModelForCausalLM.from_pretrained(
+        job.model, dtype=FLOAT32, local_files_only=True
+    )
     stock = stock.to(proof.device)
     source = "transformers' from_pretrained"
     proof.checks.append(checks.weights_equal(sharded, digest(stock), source))
