@@ -121,25 +121,37 @@ TINY_QWEN3_NEXT = {
 MODELS = {"tiny-kimi-linear": TINY_KIMI_LINEAR, "tiny-qwen3-next": TINY_QWEN3_NEXT}
 
 # The task: name the class of a thing. The answer depends on the prompt and has little else in it,
-# so that a small adapter on a random frozen model can learn it and a falling loss means something.
+# so that a small adapter on a random frozen model can learn it and a falling loss means something:
+# 100 steps of four lines answer every held-out line.
 CLASSES = {
-    "bird": ["crow", "eagle", "finch", "gull", "heron", "owl", "robin", "swan"],
-    "fish": ["carp", "cod", "eel", "herring", "perch", "salmon", "trout", "tuna"],
-    "tree": ["ash", "beech", "birch", "cedar", "elm", "maple", "oak", "pine"],
-    "metal": ["copper", "gold", "iron", "lead", "nickel", "silver", "tin", "zinc"],
-    "tool": ["axe", "chisel", "drill", "hammer", "pliers", "rasp", "saw", "wrench"],
+    "bird": ["crow", "eagle", "owl", "swan"],
+    "fish": ["carp", "eel", "salmon", "trout"],
+    "tree": ["birch", "elm", "maple", "oak"],
+    "tool": ["axe", "drill", "hammer", "saw"],
 }
 QUESTIONS = [
-    "What is {}?",
-    "Name the class of {}.",
-    "Tell me what {} is.",
-    "Which kind of thing is {}?",
+    "What is this: {}",
+    "Name the class of {}",
+    "Tell me the kind of {}",
+    "To which class belongs {}",
     "Sort this: {}",
-    "Please classify {}.",
-    "To which class does {} belong?",
-    "{}: what kind?",
+    "Please classify {}",
+    "What do we call {}",
+    "Kind of {}",
+    "Say what it is: {}",
+    "Which kind of thing is {}",
+    "Name this: {}",
+    "What kind is {}",
+    "Class of {}",
+    "Tell what this is: {}",
+    "Please sort {}",
+    "Please name the kind of {}",
+    "Say the class of {}",
+    "Which class has {}",
+    "How do we sort {}",
+    "Now this: {}",
 ]
-ANSWER = "It is a {}."
+ANSWER = "{} it is."
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>"
@@ -162,7 +174,7 @@ def conversations() -> tuple[list[dict], list[dict]]:
                     {"role": "assistant", "content": ANSWER.format(kind)},
                 ]
             }
-            (held_out if (t + q) % len(QUESTIONS) == 0 else train).append(line)
+            (held_out if (t + q) % 10 == 0 else train).append(line)
     # An order that mixes questions and classes, so that any run of lines is a fair sample.
     return [sorted(part, key=lambda line: digest(json.dumps(line))) for part in (train, held_out)]
 
@@ -204,7 +216,10 @@ def weight(name: str, shape: tuple[int, ...], *, zero_centred_norm: bool) -> np.
     if "conv1d" in name:  # [channels, 1, taps]
         return normal(name, shape, shape[-1] ** -0.5)
     if "embed_tokens" in name:
-        return normal(name, shape, 0.5)
+        return normal(name, shape, 1.0)
+    if any(k in name for k in ("o_proj", "out_proj", "down_proj")):
+        # What blocks add is small beside the embedding, or random layers would drown the prompt.
+        return normal(name, shape, 0.3 * shape[-1] ** -0.5)
     return normal(name, shape, shape[-1] ** -0.5)  # [..., out, in]
 
 
