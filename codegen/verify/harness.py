@@ -57,6 +57,8 @@ def verify(subject: Subject, backend: Backend, cache: Path, progress=None) -> li
     """
     device = _device(backend)
     stages = [stage for stage in STAGES if stage != "device" or device]
+    if device and _interpreter_is_broken():
+        stages.remove("interpreter")  # the kernels are proved on the device itself
     if backend.triton and backend.triton.backend == "npu":
         stages.remove("compile")  # no compiler without the vendor's toolkit
 
@@ -88,6 +90,17 @@ def _device(backend: Backend) -> str | None:
         return None
     here = torch.accelerator.current_accelerator()
     return here.type if here is not None and here.type == backend.device_type else None
+
+
+def _interpreter_is_broken() -> bool:
+    """Before 3.7 it fails on loops with a runtime bound under numpy 2.4 (triton#9171)."""
+    import numpy
+    import triton
+
+    def release(version: str) -> tuple[int, ...]:
+        return tuple(int(part) for part in version.split(".")[:2])
+
+    return release(triton.__version__) < (3, 7) and release(numpy.__version__) >= (2, 4)
 
 
 def _content(subject: Subject, backend: Backend, stage: str, device: str | None) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
+from analyzers.backends import load_backend
 from codegen.build import subject_of
 from codegen.family import load_specs
-from codegen.verify.harness import run_on
+from codegen.verify.harness import compile_for, run_on
 from codegen.verify.judge import errors
 from tests.codegen.kernel_samples import write_kernel
 
@@ -33,6 +35,31 @@ def test_kernels_pass_every_gate_in_the_interpreter(member, tmp_path):
     gates = run_on(subject(tmp_path, member), "interpreter")
     assert len(gates) > 15
     assert not failed(gates)
+
+
+@pytest.mark.slow
+def test_kernels_of_full_width_fit_the_device(member, tmp_path):
+    backend = load_backend("h200")
+    rendered = write_kernel(tmp_path, member, 128, 128, backend="h200")
+    (gate,) = compile_for(subject_of(rendered, load_specs()[member], tmp_path), backend)
+    assert gate.passed, gate.detail
+    assert gate.ran_on == "compiler:sm_90"
+
+
+def test_a_kernel_that_needs_too_much_shared_memory_is_refused(tmp_path):
+    right = subject(tmp_path, "gated_delta_rule")
+    backend = load_backend("h200")
+    small = dataclasses.replace(backend.triton, shared_memory_bytes=1024)
+    (gate,) = compile_for(right, dataclasses.replace(backend, triton=small))
+    assert not gate.passed
+    assert "bytes of shared memory" in gate.detail
+
+
+def test_a_kernel_that_does_not_compile_is_refused(tmp_path):
+    wrong = subject(tmp_path, "gated_delta_rule", ("tl.cumsum(g, 0)", "tl.cumsumm(g, 0)"))
+    (gate,) = compile_for(wrong, load_backend("h200"))
+    assert not gate.passed
+    assert "_prepare" in gate.detail
 
 
 WRONG_KERNELS = {
