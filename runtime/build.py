@@ -100,6 +100,7 @@ def build_model(
         keep_float32(model)
         use_own_experts(model)
     model.to_empty(device=device)
+    model.tie_weights()  # to_empty gave each name a tensor of its own
     unused = load_weights(model, job.model)
     if unused:
         say(f"{len(unused)} checkpoint tensors are not used, e.g. {unused[0]}")

@@ -78,8 +78,7 @@ def write_twin(run_dir: Path) -> Path:
         fault = f"'{job.backend}' is a {backend.device_type} device, here are {kind} devices"
         raise InputError(run_dir / "job.json", field="backend", fault=fault)
     ranks = min(plan.world_size, count)
-    here = ranks == plan.world_size and backend.name == job.backend
-    made = plan if here else twin(plan, analysis, ranks, backend)
+    made = twin(plan, analysis, ranks, backend)
     return write_document(made, run_dir / "validate" / "plan.json")
 
 

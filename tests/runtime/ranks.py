@@ -14,12 +14,15 @@ from analyzers.documents import from_data
 from runtime import checks, experts
 from runtime.adapters import adapter_parameters
 from runtime.build import Documents, build_dataset, build_model, process_group
+from runtime.checkpoints import load_checkpoint, save_checkpoint
 from runtime.checks import Worst, distance, whole
 from runtime.data import micro_batches
-from runtime.optim import clip_gradients
+from runtime.optim import build_optimizer, clip_gradients
 from runtime.step import forward_backward
-from runtime.weights import digest
+from runtime.weights import digest, tensor_digest
 from strategies.schema import Plan
+
+STATE = ("exp_avg", "exp_avg_sq")
 
 
 def batches(documents, dataset, pad, rank):
@@ -36,6 +39,22 @@ def moved(model):
         if name.endswith("_B"):
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             local.data.fill_(0.01)
+
+
+def resume(documents, case, model):
+    """One update, saved or replaced by the one saved; digests of factors and optimizer state."""
+    if "checkpoint" not in case:
+        return None
+    adapters = adapter_parameters(model)
+    optimizer = build_optimizer(adapters.values(), documents.job.optimizer)
+    folder = documents.run_dir / "checkpoints"
+    if case["checkpoint"] == "save":
+        optimizer.step()
+        save_checkpoint(folder, 1, model, optimizer)
+    else:
+        load_checkpoint(folder, 1, model, optimizer)
+    state = {f"{n}.{k}": optimizer.state[p][k] for n, p in adapters.items() for k in STATE}
+    return {n: tensor_digest(whole(t)) for n, t in {**adapters, **state}.items()}
 
 
 def run(documents, case, dataset, pad, device):
@@ -56,6 +75,7 @@ def run(documents, case, dataset, pad, device):
     starved = None
     if case.get("skew"):
         starved = checks.zero_token_expert(model, 1.0, None, top_k=4).passed
+    resumed = resume(documents, case, model)
     weights = digest(model)
     plain = [n for n, p in model.named_parameters() if not hasattr(p, "device_mesh")]
     if dist.get_rank() != 0:
@@ -86,6 +106,7 @@ def run(documents, case, dataset, pad, device):
         "weights_equal": weights == digest(reference),
         "starved_zero": starved,
         "plain": plain,
+        "resumed": resumed,
     }
 
 
@@ -94,7 +115,7 @@ def main():
     results = {}
     with process_group() as device:
         for name, case in json.loads(cases_file.read_text()).items():
-            documents = Documents.read(run_dir)
+            documents = Documents.read(run_dir / case.get("model", "kimi-linear"))
             plan = from_data(Plan, case["plan"], cases_file)
             documents = Documents(documents.run_dir, documents.job, plan, documents.analysis)
             dataset, pad = build_dataset(documents)

@@ -67,8 +67,8 @@ def write_run(run_dir, model, plan, analysis, **job):
     return run_dir
 
 
-def save_small(model_type, folder):
-    """A random model of three layers in the released key format, with the example's tokenizer."""
+def save_small(model_type, folder, **changes):
+    """A random model of four layers in the released key format, with the example's tokenizer."""
     import shutil
 
     import torch
@@ -80,6 +80,8 @@ def save_small(model_type, folder):
     config.layer_types = config.layer_types[:4]
     if getattr(config, "mlp_layer_types", None):
         config.mlp_layer_types = config.mlp_layer_types[:4]
+    for key, value in changes.items():
+        setattr(config, key, value)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():

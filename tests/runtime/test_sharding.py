@@ -7,12 +7,12 @@ import pytest
 
 from analyzers.documents import to_data
 from runtime.checks import FLOAT32_TOLERANCE
-from tests.runtime.runs import plan_for, torchrun, write_run
+from tests.runtime.runs import plan_for, save_small, torchrun, write_run
 
 CASES = {
     "fsdp4": {"plan": plan_for(4)},
-    "fsdp4-ep2": {"plan": plan_for(4, ep=2)},
-    "fsdp4-ep4": {"plan": plan_for(4, ep=4)},
+    "fsdp4-ep2": {"plan": plan_for(4, ep=2), "checkpoint": "save"},
+    "fsdp4-ep4": {"plan": plan_for(4, ep=4), "checkpoint": "load"},
     "fsdp4-ep2-allgather": {"plan": plan_for(4, ep=2, dispatcher="all_gather")},
     "replicate2-fsdp2-ep2": {"plan": plan_for(4, ep=2, dp_replicate=2)},
     "fsdp4-ep2-checkpointing": {
@@ -23,6 +23,7 @@ CASES = {
         "plan": plan_for(4, ep=4, dispatcher="all_gather"),
         "skew": True,
     },
+    "tied-embeddings": {"plan": plan_for(4, ep=2), "model": "tied"},
     "fault-scaled": {"plan": plan_for(4, ep=2), "fault": "scaled"},
 }
 SOUND = [name for name in CASES if not name.startswith("fault")]
@@ -32,8 +33,12 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, small_model, small_analysis):
+    from analyzers import analyze
+
     run = tmp_path_factory.mktemp("sharding")
-    write_run(run, small_model, plan_for(4), small_analysis)
+    write_run(run / "kimi-linear", small_model, plan_for(4), small_analysis)
+    tied = save_small("qwen3_next", run / "tied-model", tie_word_embeddings=True)
+    write_run(run / "tied", tied, plan_for(4), analyze(tied))
     cases = {name: case | {"plan": to_data(case["plan"])} for name, case in CASES.items()}
     (run / "cases.json").write_text(json.dumps(cases))
     ranks = Path(__file__).with_name("ranks.py")
@@ -82,6 +87,13 @@ def test_tokens_are_counted_once_also_when_layers_are_recomputed(results, case):
 def test_ranks_and_experts_without_tokens_have_zero_gradients_and_do_not_hang(results, case):
     # Automodel#935, Megatron-LM#4851, torchtitan#1166, MSLK#158.
     assert results[case]["starved_zero"]
+
+
+def test_a_checkpoint_of_one_ep_size_loads_at_another(results):
+    # KempnerForge#202, UniRL#158: only one rank's experts, or their moments, survive.
+    saved, loaded = results["fsdp4-ep2"]["resumed"], results["fsdp4-ep4"]["resumed"]
+    assert len(saved) > 100
+    assert saved == loaded
 
 
 def test_a_scaled_expert_output_is_found(results):

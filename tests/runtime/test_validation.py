@@ -33,19 +33,29 @@ EXPECTED = {
 def report(request, tmp_path_factory):
     run = tmp_path_factory.mktemp(request.param)
     model = EXAMPLES / "models" / request.param
-    # The plan carries no predicted memory, so that one proof fails and must be named.
-    write_run(run, model, plan_for(2, ep=2), analyze(model))
-    with pytest.raises(ProofError, match=r"validation.json: memory: [^;]*$") as caught:
-        runtime.validate(run)
-    assert caught.value.exit_status == 4
+    # A plan of four ranks, so that its twin on the two that are here is proved.
+    write_run(run, model, plan_for(4, ep=2), analyze(model))
+    assert runtime.validate(run) == read_document(ValidationReport, run / "validation.json")
     return read_document(ValidationReport, run / "validation.json")
 
 
 def test_every_proof_is_there_and_passes(report):
     assert {c.name for c in report.checks} == EXPECTED
+    assert [c.name for c in report.checks if not c.passed] == []
+    assert report.passed
+    assert report.world_size == 2
+    assert "kernels: the run has none" in report.not_kept
+
+
+def test_a_failed_proof_is_named_and_the_report_is_written(tmp_path, small_model, small_analysis):
+    # This plan is made for two CPU ranks and predicts no memory at all: that proof must fail.
+    write_run(tmp_path, small_model, plan_for(2, ep=2, backend="cpu"), small_analysis)
+    with pytest.raises(ProofError, match=r"validation.json: memory: [^;]*$") as caught:
+        runtime.validate(tmp_path)
+    assert caught.value.exit_status == 4
+    report = read_document(ValidationReport, tmp_path / "validation.json")
     assert [c.name for c in report.checks if not c.passed] == ["memory"]
     assert not report.passed
-    assert report.not_kept == ["kernels: the run has none"]
 
 
 @pytest.mark.parametrize("what", ["loss", "gradients", "norm", "update"])
