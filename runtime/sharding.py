@@ -40,13 +40,19 @@ class Meshes:
 
 
 def build_meshes(plan: Plan) -> Meshes:
-    """Raises InputError when the running ranks are not those of the plan, or when the plan uses an
-    axis that this runtime does not have."""
+    """Raises InputError when the running ranks are not those of the plan, or when the plan uses
+    what this runtime does not have: it would be ignored silently."""
     p = plan.parallelism
     for axis in ("pp", "tp", "cp"):
         if getattr(p, axis) != 1:
             fault = f"{axis} = {getattr(p, axis)}, but this runtime shards by fsdp and ep only"
             raise InputError("plan.json", field=f"parallelism.{axis}", fault=fault)
+    if plan.capacity.factor is not None:
+        fault = "limits the tokens of an expert, but this runtime drops and reroutes none"
+        raise InputError("plan.json", field="capacity.factor", fault=fault, fix="null")
+    if plan.expert_weight_format == "mxfp4":
+        fault = "mxfp4, but this runtime keeps experts unpacked"
+        raise InputError("plan.json", field="expert_weight_format", fault=fault, fix="bf16")
     if dist.get_world_size() != plan.world_size:
         fault = f"{plan.world_size}, but {dist.get_world_size()} ranks are running"
         raise InputError("plan.json", field="world_size", fault=fault)

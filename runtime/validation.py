@@ -187,14 +187,15 @@ def _ep_invariance(proof: Proof) -> Any:
     losses, gradients, norms, updates = Worst(), Worst(), Worst(), Worst()
     start = {n: whole(p) for n, p in adapters.items()}
     folder = documents.run_dir / "validate" / "checkpoints"
-    result = None
+    result, limit = None, 0.0
     for step in range(STEPS):
         result = proof.step(step)
         expected = proof.reference_step(step)
         full = {n: whole(p.grad) for n, p in adapters.items() if p.grad is not None}
         norm = clip_gradients(adapters.values(), float("inf"))
         # Clip at half of the first norm, so that clipping is always part of what is proved.
-        limit = norm / 2 if step == 0 else limit  # noqa: F821
+        if step == 0:
+            limit = norm / 2
         clip_gradients(adapters.values(), limit)
         optimizer.step()
         if expected is not None and twin_optimizer is not None:

@@ -1,0 +1,24 @@
+"""What a plan asks for is done or refused, never passed over."""
+
+import pytest
+
+from analyzers.errors import InputError
+from runtime.sharding import build_meshes
+from strategies.schema import Capacity, Parallelism
+from tests.runtime.runs import plan_for
+
+
+@pytest.mark.parametrize("axis", ["pp", "tp", "cp"])
+def test_an_axis_that_the_runtime_lacks_is_refused(axis):
+    from dataclasses import replace
+
+    plan = replace(plan_for(2), parallelism=Parallelism(fsdp=2, efsdp=2, **{axis: 2}))
+    with pytest.raises(InputError, match=rf"plan.json: parallelism.{axis}: {axis} = 2"):
+        build_meshes(plan)
+
+
+def test_capacity_and_packed_experts_are_refused():
+    with pytest.raises(InputError, match=r"capacity.factor"):
+        build_meshes(plan_for(2, capacity=Capacity(factor=1.25, overflow="drop")))
+    with pytest.raises(InputError, match=r"expert_weight_format"):
+        build_meshes(plan_for(2, expert_weight_format="mxfp4"))
