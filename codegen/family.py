@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from dataclasses import field
+from dataclasses import field, replace
 from importlib import resources
 
 from analyzers.backends import Backend
@@ -53,6 +53,10 @@ class Spec:
     limits: Limits
     triton: str
     """Version range that the kernel is written for."""
+    targets: list[str]
+    """Triton targets that the template is written for."""
+    kind: str
+    """How a backend's known faults name this kind of kernel."""
     tiles: dict[str, Tile] = field(default_factory=dict)
     """By Triton target, `none` where there is no compiler; `default` serves the others."""
     precision: dict[str, str]
@@ -60,12 +64,31 @@ class Spec:
     cpu_chunk: int
     """Tokens of a chunk in the plain torch form."""
 
-    def tile(self, backend: Backend) -> Tile:
-        target = backend.triton.backend if backend.triton else "none"
-        return self.tiles.get(target, self.tiles["default"])
+    def tile(self, backend: Backend, key_dim: int) -> Tile:
+        """The tile for the backend, with another number of warps where a compiler is known to get
+        the usual one wrong. Faults that do not depend on it are left to the gates."""
+        triton = backend.triton
+        tile = self.tiles.get(triton.backend if triton else "none", self.tiles["default"])
+        if triton is None:
+            return tile
+        kernel = {"block_k": power_of_two(key_dim), "gate": self.gate, "family": self.kind}
 
-    def refusal(self, attributes: dict) -> str | None:
-        """Why an operator of these attributes is not covered, or None when it is."""
+        def faulty(num_warps: int) -> bool:
+            mine = {**kernel, "pass": "backward", "num_warps": num_warps}
+            return any(
+                "num_warps" in fault.condition
+                and all(mine.get(name) == value for name, value in fault.condition.items())
+                for fault in triton.known_faults
+            )
+
+        nearest = sorted(triton.num_warps, key=lambda n: (abs(n - tile.num_warps), -n))
+        sound = [n for n in nearest if not faulty(n)]
+        return replace(tile, num_warps=sound[0]) if sound else tile
+
+    def refusal(self, attributes: dict, backend: Backend) -> str | None:
+        """Why an operator of these attributes is not covered there, or None when it is."""
+        if backend.triton and backend.triton.backend not in self.targets:
+            return f"it is written for {' and '.join(self.targets)}, not {backend.triton.backend}"
         if attributes.get("gate", self.gate) != self.gate:
             return f"its gate is {attributes['gate']}, the family member has {self.gate}"
         for name in ("key_dim", "value_dim"):
@@ -81,6 +104,11 @@ class Spec:
         if heads < 1 or values % heads:
             return f"{values} value heads are no multiple of {heads} heads"
         return None
+
+
+def power_of_two(width: int) -> int:
+    """The smallest block that holds `width`; a dot needs at least 16."""
+    return max(16, 1 << (width - 1).bit_length())
 
 
 def digest(*texts: str) -> str:

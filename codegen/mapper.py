@@ -53,7 +53,7 @@ def _choose(operator: Operator, backend: Backend) -> OperatorChoice:
         refused = f"; fla is not used: {fault}"
     spec = load_specs().get(operator.name)
     if spec is not None:
-        fault = spec.refusal(operator.attributes)
+        fault = spec.refusal(operator.attributes, backend)
         file = f"codegen/families/{spec.operator}.yaml"
         if fault is None:
             reason = f"no native {operator.name} on {backend.title}{refused}"

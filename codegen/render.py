@@ -65,8 +65,8 @@ def render(
     `tile` to the family's own choice.
     """
     name = name or spec.operator
-    tile = tile or spec.tile(backend)
     key_dim, value_dim = int(attributes["key_dim"]), int(attributes["value_dim"])
+    tile = tile or spec.tile(backend, key_dim)
     hashes = {
         "template_sha256": families.template_sha256(spec),
         "spec_sha256": families.spec_sha256(spec),
@@ -79,7 +79,7 @@ def render(
         "reference": f"reference_{name}.py",
         "test": f"test_{name}.py",
     }
-    block_k = _power_of_two(key_dim)
+    block_k = families.power_of_two(key_dim)
     values = {
         **hashes,
         **names,
@@ -94,7 +94,7 @@ def render(
         "value_dim": value_dim,
         "tile": tile,
         "block_k": block_k,
-        "block_v": min(tile.block_v, _power_of_two(value_dim)),
+        "block_v": min(tile.block_v, families.power_of_two(value_dim)),
         "levels": int(math.log2(tile.chunk)),
         "precision": _by_dtype({d: f'"{spec.precision[d]}"' for d in spec.dtypes}),
         "floors": _by_dtype({d: FLOORS[d] for d in spec.dtypes}),
@@ -112,11 +112,6 @@ def render(
         **hashes,
         command=values["command"],
     )
-
-
-def _power_of_two(width: int) -> int:
-    """The smallest block that holds `width`; a dot needs at least 16."""
-    return max(16, 1 << (width - 1).bit_length())
 
 
 def _by_dtype(values: dict) -> str:

@@ -59,8 +59,6 @@ def verify(subject: Subject, backend: Backend, cache: Path, progress=None) -> li
     stages = [stage for stage in STAGES if stage != "device" or device]
     if device and _interpreter_is_broken():
         stages.remove("interpreter")  # the kernels are proved on the device itself
-    if backend.triton and backend.triton.backend == "npu":
-        stages.remove("compile")  # no compiler without the vendor's toolkit
 
     speaking = threading.Lock()
 

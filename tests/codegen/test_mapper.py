@@ -77,6 +77,13 @@ def test_a_shape_outside_the_family_falls_back_to_transformers(monkeypatch):
     assert "1024 is outside" in choice.reason
 
 
+def test_a_target_that_the_template_is_not_written_for_is_not_promised(member, monkeypatch):
+    monkeypatch.setattr(mapper.importlib.util, "find_spec", lambda name: None)
+    (choice,) = choose("ascend-910c", operator(member))
+    assert (choice.decision, choice.provider) == ("native", "transformers")
+    assert "not npu" in choice.reason
+
+
 def test_an_operator_that_nothing_serves_is_unsupported():
     (choice,) = choose("cpu", dataclasses.replace(operator("warp_drive"), site=None))
     assert (choice.decision, choice.provider) == ("unsupported", "none")

@@ -73,8 +73,16 @@ def test_templates_refuse_unknown_names():
     assert _environment().undefined is StrictUndefined
 
 
-def test_the_tile_keeps_clear_of_known_compiler_faults(member):
-    # triton#11366, fla#984: four warps with blocks of 32, or in a delta rule's backward, on Hopper.
-    tile = load_specs()[member].tile(load_backend("h200"))
-    faulty = [f.condition.get("num_warps") for f in load_backend("h200").triton.known_faults]
-    assert tile.num_warps not in faulty
+@pytest.mark.parametrize(
+    ("backend", "key_dim", "faulty"),
+    [
+        ("h200", 32, 4),  # triton#11366: several dots, blocks of 32, four warps
+        ("h200", 128, 4),  # fla#984: four warps in a delta rule's backward
+        ("gb200", 128, 8),  # fla#1228, #945: a race with eight warps
+    ],
+)
+def test_the_tile_keeps_clear_of_known_compiler_faults(member, backend, key_dim, faulty):
+    device = load_backend(backend)
+    tile = load_specs()[member].tile(device, key_dim)
+    assert tile.num_warps in device.triton.num_warps
+    assert tile.num_warps != faulty
