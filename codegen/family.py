@@ -59,8 +59,8 @@ class Spec:
     """How a backend's known faults name this kind of kernel."""
     tiles: dict[str, Tile] = field(default_factory=dict)
     """By Triton target, `none` where there is no compiler; `default` serves the others."""
-    precision: dict[str, str]
-    """`input_precision` of a dot by input dtype."""
+    precision: dict[str, list[str]]
+    """`input_precision` of a dot by input dtype, best first; the last one serves every target."""
     cpu_chunk: int
     """Tokens of a chunk in the plain torch form."""
 
@@ -84,6 +84,14 @@ class Spec:
         nearest = sorted(triton.num_warps, key=lambda n: (abs(n - tile.num_warps), -n))
         sound = [n for n in nearest if not faulty(n)]
         return replace(tile, num_warps=sound[0]) if sound else tile
+
+    def dot_precision(self, backend: Backend) -> dict[str, str]:
+        """By dtype, the first `input_precision` that the backend's compiler knows."""
+        known = backend.triton.input_precision if backend.triton else []
+        return {
+            dtype: next((p for p in wanted if p in known), wanted[-1])
+            for dtype, wanted in self.precision.items()
+        }
 
     def refusal(self, attributes: dict, backend: Backend) -> str | None:
         """Why an operator of these attributes is not covered there, or None when it is."""

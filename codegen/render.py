@@ -96,7 +96,7 @@ def render(
         "block_k": block_k,
         "block_v": min(tile.block_v, families.power_of_two(value_dim)),
         "levels": int(math.log2(tile.chunk)),
-        "precision": _by_dtype({d: f'"{spec.precision[d]}"' for d in spec.dtypes}),
+        "precision": _by_dtype({d: f'"{p}"' for d, p in spec.dot_precision(backend).items()}),
         "floors": _by_dtype({d: FLOORS[d] for d in spec.dtypes}),
     }
     files = {}

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from jinja2 import StrictUndefined
@@ -86,3 +87,13 @@ def test_the_tile_keeps_clear_of_known_compiler_faults(member, backend, key_dim,
     tile = load_specs()[member].tile(device, key_dim)
     assert tile.num_warps in device.triton.num_warps
     assert tile.num_warps != faulty
+
+
+@pytest.mark.parametrize(
+    ("known", "wanted"), [(["ieee", "tf32", "tf32x3"], "tf32x3"), (["ieee", "bf16x3"], "ieee")]
+)
+def test_dots_of_bfloat16_take_the_best_precision_that_the_target_knows(member, known, wanted):
+    h200 = load_backend("h200")
+    assert h200.triton is not None
+    target = replace(h200, triton=replace(h200.triton, input_precision=known))
+    assert load_specs()[member].dot_precision(target) == {"float32": "ieee", "bfloat16": wanted}
