@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from analyzers.errors import InputError
 from runtime.adapters import layers_name
-from runtime.experts import AllGather, AllToAll, experts_of, use_own_experts
+from runtime.dispatch import AllGather, AllToAll
+from runtime.experts import experts_of, use_own_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
