@@ -279,6 +279,13 @@ def plan(
     global_batch_size: BatchOpt = None,
     lora_rank: RankOpt = None,
     fix: FixOpt = None,
+    packed_experts: Annotated[
+        bool,
+        typer.Option(
+            "--packed-experts",
+            help="Also price experts held packed (MXFP4), which the runtime cannot train yet.",
+        ),
+    ] = False,
     trust_remote_code: TrustOpt = False,
     as_json: JsonOpt = False,
     quiet: QuietOpt = False,
@@ -303,7 +310,7 @@ def plan(
         job = make_job(options)
         found = analyze_model(model, trust_remote_code=trust_remote_code, progress=terminal)
         terminal("searching plans")
-        best = search(found, load_cluster(cluster), job)
+        best = search(found, load_cluster(cluster), job, packed_experts=packed_experts)
     _print_json_of(best) if as_json else t.show(t.picture_of_plan(best))
 
 

@@ -7,7 +7,7 @@ a second: no heuristic and no randomness.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 
 from analyzers.errors import InfeasibleError, InputError
@@ -23,9 +23,9 @@ from strategies.explain import (
     nothing_fits,
     point,
 )
-from strategies.memory import EXPERT_BYTES, Candidate, memory, oom_probability
+from strategies.memory import Candidate, memory, oom_probability
 from strategies.schema import Job, Memory, Parallelism, Plan
-from strategies.space import candidates, divisors
+from strategies.space import candidates, divisors, packed_experts_of
 from strategies.workload import PART_OF_TARGET, Workload, workload
 
 
@@ -35,19 +35,20 @@ def search(
     job: Job,
     *,
     fixed: Mapping[str, int] | None = None,
-    expert_formats: Collection[str] = tuple(EXPERT_BYTES),
+    packed_experts: bool = False,
 ) -> Plan:
     """The plan with the fewest seconds per token among all that fit.
 
     `fixed` forces values of the parallelism or of `micro_batch_size`, e.g. `{"ep": 2}`, on top of
     those of the job.
-    `expert_formats` limits how experts may be held: MXFP4 experts stay packed only if it is there.
+    `packed_experts` also offers experts held as the checkpoint packs them (MXFP4), which the
+    runtime cannot train yet.
     Raises InputError for a job or a forced value that cannot be, InfeasibleError when nothing fits.
     """
     fixed = {**job.fixed, **(fixed or {})}
     work = workload(analysis, job.lora)
     _check(analysis, work, cluster, job, fixed)
-    space = candidates(analysis, cluster, job, fixed, expert_formats)
+    space = candidates(analysis, cluster, job, fixed, packed_experts)
     if not space.candidates:
         raise InfeasibleError(no_layout(analysis, cluster, job, fixed))
 
@@ -83,7 +84,13 @@ def search(
         lora=job.lora,
         **vars(best.candidate),
     )
-    return replace(plan, explanation=explain(plan, work, points, len(space.candidates)))
+    said = explain(plan, work, points, len(space.candidates))
+    if packed_experts_of(analysis) and not packed_experts:
+        said.append(
+            "The checkpoint packs its experts (MXFP4). They are planned unpacked, since the runtime "
+            "cannot train packed ones yet; `adapt plan --packed-experts` prices them too."
+        )
+    return replace(plan, explanation=said)
 
 
 def _check(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from analyzers.schema import ModelAnalysis
 from strategies.cluster import Cluster
 from strategies.memory import Candidate
 from strategies.schema import Job, Parallelism
-from strategies.workload import packed_experts
+from strategies.workload import packed_experts_of
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 """Tried where the global batch does not decide."""
@@ -29,13 +29,13 @@ def candidates(
     cluster: Cluster,
     job: Job,
     fixed: Mapping[str, int],
-    expert_formats: Collection[str],
+    packed: bool,
 ) -> Space:
     """Every point of the space, and why layouts were left out."""
     rejected: Counter[str] = Counter()
     dtype = cluster.device.training_dtype
     formats = ["fp32" if dtype == "float32" else "bf16"]
-    if dtype == "bfloat16" and "mxfp4" in expert_formats and packed_experts(analysis):
+    if dtype == "bfloat16" and packed and packed_experts_of(analysis):
         formats.append("mxfp4")
     found: list[Candidate] = []
     for p in layouts(analysis, cluster, rejected):

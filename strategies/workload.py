@@ -113,7 +113,7 @@ def _kind(block: Block, lora: Lora, top_k: int) -> Kind:
     )
 
 
-def packed_experts(analysis: ModelAnalysis) -> bool:
+def packed_experts_of(analysis: ModelAnalysis) -> bool:
     """Whether the experts are stored as MXFP4, so that they may stay packed in memory."""
     stored = analysis.checkpoint.formats if analysis.checkpoint else {}
     if any(name.upper() in ("F4", "MXFP4", "F4_E2M1") for name in stored):

@@ -26,7 +26,7 @@ def job(sequence_length=4096, **given):
 
 @pytest.fixture(scope="module")
 def k3_plan(k3):
-    return search(k3, load_cluster(CLUSTERS / "supernode-128.yaml"), job())
+    return search(k3, load_cluster(CLUSTERS / "supernode-128.yaml"), job(), packed_experts=True)
 
 
 def test_kimi_k3_on_a_supernode_of_128(k3_plan):
@@ -36,9 +36,6 @@ def test_kimi_k3_on_a_supernode_of_128(k3_plan):
     held = k3_plan.predicted.memory_gib
     assert held.peak < held.capacity == 128
     assert k3_plan.predicted.oom_probability <= MAX_OOM_PROBABILITY
-    assert held.frozen_weights * 2**30 == pytest.approx(
-        {"bf16": 43.4e9, "mxfp4": 12.2e9}[k3_plan.expert_weight_format], rel=0.01
-    )
     step = k3_plan.predicted.step
     assert sum(asdict(step).values()) == pytest.approx(k3_plan.predicted.step_seconds)
     assert len(k3_plan.explanation) > 3
@@ -69,9 +66,15 @@ def test_an_ep_that_does_not_divide_the_experts_is_refused(k3, ep):
 
 def test_packed_experts_are_offered_only_where_they_are_stored_packed(k3):
     cluster = load_cluster(CLUSTERS / "supernode-128.yaml")
-    assert search(k3, cluster, job(), expert_formats=["bf16"]).expert_weight_format == "bf16"
+    unpacked = search(k3, cluster, job())
+    assert unpacked.expert_weight_format == "bf16"
+    assert any("--packed-experts" in said for said in unpacked.explanation)
+    assert unpacked.predicted.memory_gib.frozen_weights * 2**30 == pytest.approx(43.4e9, rel=0.01)
+    packed = search(k3, cluster, job(), packed_experts=True)
+    assert packed.expert_weight_format == "mxfp4"
+    assert packed.predicted.memory_gib.frozen_weights * 2**30 == pytest.approx(12.2e9, rel=0.01)
     plain = replace(k3, operators=[replace(o, attributes={}) for o in k3.operators])
-    assert search(plain, cluster, job()).expert_weight_format == "bf16"
+    assert search(plain, cluster, job(), packed_experts=True).expert_weight_format == "bf16"
 
 
 def test_alternatives_give_up_time_for_memory_or_simplicity(k3_plan):
@@ -83,7 +86,7 @@ def test_alternatives_give_up_time_for_memory_or_simplicity(k3_plan):
 
 
 def test_the_same_question_gets_the_same_answer(k3, k3_plan, tmp_path):
-    again = search(k3, load_cluster(CLUSTERS / "supernode-128.yaml"), job())
+    again = search(k3, load_cluster(CLUSTERS / "supernode-128.yaml"), job(), packed_experts=True)
     assert again == k3_plan
     assert read_document(Plan, write_document(again, tmp_path / "plan.json")) == k3_plan
 
@@ -111,7 +114,7 @@ def test_two_cpu_ranks_share_a_tiny_model(tiny):
 
 def test_nothing_fits_says_which_limit_binds_and_by_how_much(k3):
     with pytest.raises(InfeasibleError) as caught:
-        search(k3, load_cluster(CLUSTERS / "h200-x2.yaml"), job())
+        search(k3, load_cluster(CLUSTERS / "h200-x2.yaml"), job(), packed_experts=True)
     message = str(caught.value)
     assert caught.value.exit_status == 3
     assert "\n" not in message
