@@ -87,8 +87,8 @@ def search(
     said = explain(plan, work, points, len(space.candidates))
     if packed_experts_of(analysis) and not packed_experts:
         said.append(
-            "The checkpoint packs its experts (MXFP4). They are planned unpacked, since the runtime "
-            "cannot train packed ones yet; `adapt plan --packed-experts` prices them too."
+            "The checkpoint packs its experts (MXFP4). They are planned unpacked: nothing here "
+            "trains packed ones yet. `adapt plan --packed-experts` prices them too."
         )
     return replace(plan, explanation=said)
 
