@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from adapter_agent import figures
@@ -81,6 +82,8 @@ def gather(run: RunDirectory) -> dict[str, Any]:
         "decision": _document(Decision, run / "review.json"),
         "validation": _document(ValidationReport, run / "validation.json"),
         "steps": steps,
+        "step_seconds": median(s.step_seconds for s in steps) if steps else None,
+        "speed": median(s.tokens_per_second_per_device for s in steps) if steps else None,
         "launch": sorted(p.name for p in (run / "launch").glob("*")),
         "figures": _figures(analysis, plan, steps),
     }

@@ -42,6 +42,7 @@ class StepMetrics:
     """Tokens with a label, over all ranks."""
     step_seconds: float
     tokens_per_second_per_device: float
+    """All positions of the sequences, padding too, as a plan counts them."""
     peak_memory_gib: float
     tokens_per_expert: list[list[int]]
     """One row a layer with experts, summed over ranks."""

@@ -42,6 +42,7 @@ def train_rank(documents: Documents, device: torch.device) -> None:
         say(f"resumed after step {first}")
     if rank == 0:
         _truncate(metrics_file, first)
+    positions = documents.global_batch_size * plan.sequence_length
     for step in range(first, job.steps):
         began = time.perf_counter()
         torch.manual_seed(job.seed + step)  # a resumed run draws what the first one would have
@@ -64,7 +65,7 @@ def train_rank(documents: Documents, device: torch.device) -> None:
             learning_rate=rate,
             tokens=result.tokens,
             step_seconds=seconds,
-            tokens_per_second_per_device=result.tokens / seconds / ranks,
+            tokens_per_second_per_device=positions / seconds / ranks,
             peak_memory_gib=peak_memory_gib(device),
             tokens_per_expert=result.tokens_per_expert,
         )
