@@ -224,9 +224,10 @@ def routing_balance(counts: list[list[int]], tokens: int, top_k: int, ep: int) -
 
 
 def state_memory(model: nn.Module, optimizer: Any, plan: Plan, weights: torch.dtype) -> Check:
-    """Bytes of weights, adapters, gradients and optimizer on the fullest rank against the plan.
+    """Bytes of state on the fullest rank against the plan: weights, adapters, gradients, optimizer.
 
-    The proof runs in float32; frozen weights are counted as the plan stores them.
+    Counted from the tensors that are there, not asked of the allocator. The proof runs in float32;
+    frozen weights are counted as the plan stores them, and a gradient as large as its adapter.
     """
     from runtime.build import dtype_of
 
@@ -253,8 +254,10 @@ def state_memory(model: nn.Module, optimizer: Any, plan: Plan, weights: torch.dt
         measured,
         predicted,
         tolerance=STATE_TOLERANCE,
-        detail=f"GiB of weights, adapters, gradients and optimizer on the fullest rank, "
-        f"{100 * error:.1f}% from the plan",
+        detail=f"GiB of state on the fullest rank, {100 * error:.1f}% from the plan: tensors added "
+        f"up, frozen weights (at the plan's {stored} bytes each), adapters, their gradients and "
+        "optimizer moments. Not measured: activations, logits, unsharded blocks, dispatch buffers, "
+        "what the allocator reserves, and so the peak",
     )
 
 

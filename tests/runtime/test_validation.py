@@ -1,6 +1,7 @@
 """The proofs on two ranks, EP 2, for both shipped models; and that they can fail."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -9,10 +10,11 @@ from analyzers import analyze
 from analyzers.documents import read_document
 from analyzers.errors import ProofError
 from runtime.schema import ValidationReport
-from tests.runtime.runs import EXAMPLES, plan_for, write_run
+from tests.runtime.runs import EXAMPLES, plan_for, write_kernels, write_run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
+WHAT = ["loss", "gradients", "norm", "update"]
 EXPECTED = {
     "weights_equal_single_process",
     "ep_invariance_loss",
@@ -58,7 +60,32 @@ def test_a_failed_proof_is_named_and_the_report_is_written(tmp_path, small_model
     assert not report.passed
 
 
-@pytest.mark.parametrize("what", ["loss", "gradients", "norm", "update"])
+def test_where_the_whole_model_does_not_fit_each_lost_check_is_named(
+    tmp_path, small_model, small_analysis
+):
+    larger = replace(small_analysis.parameters, total=10**15)
+    write_run(tmp_path, small_model, plan_for(2, ep=2), replace(small_analysis, parameters=larger))
+    write_kernels(tmp_path, small_analysis)
+    report = runtime.validate(tmp_path)
+    assert report.passed
+    lost = {name for name in EXPECTED if name not in {c.name for c in report.checks}}
+    assert lost == {f"ep_invariance_{w}" for w in WHAT} | {"peft_round_trip"}
+    found = [line for line in report.not_kept if "does not fit" in line]
+    assert {line.partition(":")[0] for line in found} == lost | {
+        "zero_token_expert (its loss)",
+        "operators_vs_reference",
+    }
+    weights = next(c for c in report.checks if c.name == "weights_equal_single_process")
+    assert weights.passed
+    assert "tensor by tensor" in weights.detail
+
+
+def test_memory_says_what_it_measured(report):
+    found = next(c for c in report.checks if c.name == "memory")
+    assert "Not measured: activations" in found.detail
+
+
+@pytest.mark.parametrize("what", WHAT)
 def test_two_ranks_equal_one_within_1e_5_over_three_steps(report, what):
     found = next(c for c in report.checks if c.name == f"ep_invariance_{what}")
     assert found.tolerance == 1e-5
