@@ -5,6 +5,7 @@
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -25,10 +26,10 @@ from strategies.schema import Plan
 STATE = ("exp_avg", "exp_avg_sq")
 
 
-def batches(documents, dataset, pad, rank):
-    examples = dataset.batch(0, documents.global_batch_size, documents.job.seed)
+def batches(documents, dataset, pad, rank, *, ranks=None, step=0):
+    examples = dataset.batch(step, documents.global_batch_size, documents.job.seed)
     plan = documents.plan
-    ranks = dist.get_world_size()
+    ranks = ranks or dist.get_world_size()
     length = plan.sequence_length
     return list(micro_batches(examples, rank, ranks, plan.micro_batch_size, length, pad))
 
@@ -39,6 +40,10 @@ def moved(model):
         if name.endswith("_B"):
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             local.data.fill_(0.01)
+
+
+def joined(tensors):
+    return torch.cat([t.flatten() for t in tensors.values()])
 
 
 def resume(documents, case, model):
@@ -57,17 +62,23 @@ def resume(documents, case, model):
     return {n: tensor_digest(whole(t)) for n, t in {**adapters, **state}.items()}
 
 
+def alone(documents, case, everyone, device, dtype):
+    """The whole model and its step on the global batch, in one process."""
+    model = build_model(documents, device, dtype=dtype, sharded=False)
+    moved(model)
+    with checks.first_experts_only(model) if case.get("skew") else nullcontext():
+        return model, forward_backward(model, everyone, device, alone=True)
+
+
 def run(documents, case, dataset, pad, device):
-    model = build_model(documents, device, dtype=torch.float32)
+    dtype = getattr(torch, documents.plan.compute_dtype)
+    model = build_model(documents, device, dtype=dtype)
     moved(model)
     if case.get("fault") == "scaled":
         for module in experts.experts_of(model).values():
             module.register_forward_hook(lambda m, a, out: out * 1.01)
     mine = batches(documents, dataset, pad, dist.get_rank())
-    if case.get("skew"):
-        with checks.first_experts_only(model):
-            result = forward_backward(model, mine, device)
-    else:
+    with checks.first_experts_only(model) if case.get("skew") else nullcontext():
         result = forward_backward(model, mine, device)
     full = {n: whole(p.grad) for n, p in adapter_parameters(model).items() if p.grad is not None}
     norm = clip_gradients(adapter_parameters(model).values(), 0.1)
@@ -80,24 +91,26 @@ def run(documents, case, dataset, pad, device):
     plain = [n for n, p in model.named_parameters() if not hasattr(p, "device_mesh")]
     if dist.get_rank() != 0:
         return None
-    reference = build_model(documents, device, dtype=torch.float32, sharded=False)
-    moved(reference)
     everyone = [
         b for r in range(dist.get_world_size()) for b in batches(documents, dataset, pad, r)
     ]
-    if case.get("skew"):
-        with checks.first_experts_only(reference):
-            expected = forward_backward(reference, everyone, device, alone=True)
-    else:
-        expected = forward_backward(reference, everyone, device, alone=True)
+    reference, expected = alone(documents, case, everyone, device, dtype)
     worst = Worst()
     twins = adapter_parameters(reference)
     for name, twin in twins.items():
-        worst.add(name, distance(full[name], twin.grad) if name in full else float("inf"))
+        worst.add(name, distance(full[name], whole(twin.grad)) if name in full else float("inf"))
+    together = joined({n: whole(twins[n].grad) for n in full})
+    rounding = None
+    if dtype != torch.float32:
+        exact, _ = alone(documents, case, everyone, device, torch.float32)
+        factors = adapter_parameters(exact)
+        rounding = distance(together, joined({n: whole(factors[n].grad) for n in full}))
     return {
         "loss": abs(result.loss - expected.loss) / expected.loss,
         "gradients": worst.value,
         "where": worst.where,
+        "all_gradients": distance(joined(full), together),
+        "rounding": rounding,
         "compared": worst.count,
         "norm": norm,
         "reference_norm": clip_gradients(twins.values(), float("inf")),
