@@ -1,5 +1,6 @@
 """Run directories for the runtime's tests: real documents around very small models."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -112,6 +113,15 @@ def save_small(model_type, folder, **changes):
 def torchrun(ranks, *arguments, timeout=300):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    # A script's own folder is its path; the ranks find the project also where it isn't installed.
+    path = os.pathsep.join(filter(None, [str(EXAMPLES.parent), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        env=os.environ | {"PYTHONPATH": path},
+    )
     faults = [line for line in done.stderr.splitlines() if "Warning" not in line]
     assert done.returncode == 0, "\n".join(faults[:60])
