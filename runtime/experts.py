@@ -52,9 +52,17 @@ def adapted_linear(
     a_LrF = getattr(experts, f"lora_{name}_A", None)
     if a_LrF is None:
         return y_PO
-    a_LrF, b_LOr = _padded(local(a_LrF), local(getattr(experts, f"lora_{name}_B")), x_PF.dtype)
+    b_LOr = local(getattr(experts, f"lora_{name}_B"))
+    a_LrF, b_LOr = _padded(_used(local(a_LrF), pairs), _used(b_LOr, pairs), x_PF.dtype)
     low_Pr = grouped_linear(x_PF, a_LrF, pairs)
     return y_PO + grouped_linear(low_Pr, b_LOr, pairs) * experts.lora_scale
+
+
+def _used(factor: Tensor, pairs: Pairs) -> Tensor:
+    """The factor with zeros for experts without pairs, so that their gradients are zero too: not
+    every device's grouped GEMM writes them (pytorch/pytorch#172439)."""
+    counts_L = pairs.offsets_L.diff(prepend=pairs.offsets_L.new_zeros(1))
+    return torch.where((counts_L > 0).view(-1, 1, 1), factor, 0)
 
 
 def _padded(a_LrF: Tensor, b_LOr: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -152,6 +152,36 @@ def test_an_expert_without_tokens_has_a_zero_gradient(pair):
                 assert torch.isfinite(parameter.grad).all()
 
 
+def test_gradients_that_a_grouped_gemm_leaves_unwritten_are_zero(pair, monkeypatch):
+    # pytorch#172439: on Blackwell the weight gradients of groups without rows are garbage.
+    from runtime import experts
+    from runtime.checks import first_experts_only
+
+    class Dirty(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, weight, offsets):
+            ctx.save_for_backward(offsets)
+            return weight.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            (offsets,) = ctx.saved_tensors
+            empty = offsets.diff(prepend=offsets.new_zeros(1)) == 0
+            return torch.where(empty.view(-1, 1, 1), float("nan"), grad), None
+
+    plain = experts.F.grouped_mm
+    monkeypatch.setattr(
+        experts.F, "grouped_mm", lambda x, w, offs: plain(x, Dirty.apply(w, offs), offs=offs)
+    )
+    _, own, _, _ = pair
+    own.zero_grad()
+    with first_experts_only(own):
+        own(IDS, labels=IDS).loss.backward()
+    for name, parameter in own.named_parameters():
+        if parameter.grad is not None:
+            assert torch.isfinite(parameter.grad).all(), name
+
+
 def test_padding_is_not_counted_as_load(pair):
     _, own, _, _ = pair
     valid = torch.ones(2, 20, dtype=torch.bool)
