@@ -50,9 +50,10 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The full tensor on the CPU; all ranks call it together."""
+    """A copy of the full tensor on the CPU; all ranks call it together."""
     tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.to("cpu", copy=True)  # one rank's full tensor is its shard itself
 
 
 def weights_equal(sharded: dict[str, str], reference: dict[str, str], source: str) -> Check:

@@ -80,6 +80,14 @@ def test_where_the_whole_model_does_not_fit_each_lost_check_is_named(
     assert "tensor by tensor" in weights.detail
 
 
+def test_one_rank_proves_what_one_rank_can(tmp_path, small_model, small_analysis):
+    write_run(tmp_path, small_model, plan_for(1), small_analysis)
+    report = runtime.validate(tmp_path)
+    assert report.world_size == 1
+    assert {c.name for c in report.checks} == EXPECTED - {"replicas_equal"}
+    assert any(line.startswith("replicas_equal:") for line in report.not_kept)
+
+
 def test_memory_says_what_it_measured(report):
     found = next(c for c in report.checks if c.name == "memory")
     assert "Not measured: activations" in found.detail
