@@ -118,15 +118,15 @@ def _check(
     for key, value in fixed.items():
         if key not in known:
             fix = f"known: {', '.join(known)}"
-            raise InputError("fixed", field=key, fault="cannot be forced", fix=fix)
+            raise InputError("--fix", field=key, fault="cannot be forced", fix=fix)
         if value < 1:
-            raise InputError("fixed", field=key, fault=f"must be > 0, found {value}")
+            raise InputError("--fix", field=key, fault=f"must be > 0, found {value}")
         if key in ("pp", "tp", "cp") and value != 1:
-            raise InputError("fixed", field=key, fault="is not searched yet", fix="leave it at 1")
+            raise InputError("--fix", field=key, fault="is not searched yet", fix="leave it at 1")
     ep = fixed.get("ep", 1)
     experts = analysis.experts.count if analysis.experts else 1
     if experts % ep or cluster.world_size % ep:
         possible = [d for d in divisors(cluster.world_size) if experts % d == 0]
         fault = f"{ep} must divide {experts} experts and {cluster.world_size} devices"
         fix = f"one of: {', '.join(map(str, possible))}"
-        raise InputError("fixed", field="ep", fault=fault, fix=fix)
+        raise InputError("--fix", field="ep", fault=fault, fix=fix)

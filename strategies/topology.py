@@ -6,6 +6,7 @@ Units are in the keys: GB/s (1e9 bytes, one direction, per device), microseconds
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -196,7 +197,9 @@ def _read_yaml(path: Path) -> Any:
 
 
 def _as_input_error(path: Path, error: ValidationError) -> InputError:
-    first = error.errors(include_url=False)[0]
+    faults = error.errors(include_url=False)
+    # A misspelt key is also a missing one: the spelling is what has to be mended.
+    first = next((f for f in faults if f["type"] == "extra_forbidden"), faults[0])
     location = first["loc"]
     kind, context = first["type"], first.get("ctx", {})
     shown = _shown(first["input"])
@@ -220,6 +223,10 @@ def _as_input_error(path: Path, error: ValidationError) -> InputError:
         fault, fix = "is empty", "give at least one entry"
     else:
         fault, fix = f"{first['msg'].lower()}, found {shown}", "correct the value"
+        if kind == "float_type" and re.fullmatch(
+            r"[-+]?[0-9.]+[eE][-+]?[0-9]+", str(first["input"])
+        ):
+            fix = "YAML takes an exponent as a number only with a point and a sign, e.g. 1.0e+3"
     return InputError(path, field=key_path(location), fault=fault, fix=fix)
 
 

@@ -142,9 +142,9 @@ def test_a_global_batch_that_does_not_split_is_explained(tiny):
 @pytest.mark.parametrize(
     ("fixed", "message"),
     [
-        ({"epp": 2}, "fixed: epp: cannot be forced"),
-        ({"ep": 0}, "fixed: ep: must be > 0"),
-        ({"tp": 2}, "fixed: tp: is not searched yet"),
+        ({"epp": 2}, "--fix: epp: cannot be forced"),
+        ({"ep": 0}, "--fix: ep: must be > 0"),
+        ({"tp": 2}, "--fix: tp: is not searched yet"),
     ],
 )
 def test_forcing_what_cannot_be_is_bad_input(tiny, fixed, message):
