@@ -9,11 +9,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from adapter_agent.run_directory import RunDirectory, files_of, sha256_file
 from analyzers.documents import document, read_document, write_document, write_text
 from analyzers.errors import ProofError
+
+if TYPE_CHECKING:
+    from codegen.schema import Kernel
 
 
 class ReviewRejectedError(ProofError):
@@ -58,7 +61,12 @@ def read_decision(run: RunDirectory) -> Decision | None:
 
 
 def write_decision(run: RunDirectory, *, approve: bool, by: str | None, why: str) -> Decision:
-    """Records a decision about the content that lies in the run directory now."""
+    """Records a decision about the content that lies in the run directory now.
+
+    Raises ProofError for a yes to a kernel that was edited since it was proved.
+    """
+    if approve:
+        _check_unchanged(run)
     decision = Decision(
         decision="approved" if approve else "rejected",
         by=by or getpass.getuser(),
@@ -109,7 +117,9 @@ def summary(run: RunDirectory) -> str:
     lines = [f"{len(kernels)} generated kernels for {plan.cluster}:"]
     for kernel in kernels:
         passed = sum(g.passed for g in kernel.gates)
-        lines.append(f"  {kernel.module}: {passed} of {len(kernel.gates)} gates passed")
+        proved = f"{passed} of {len(kernel.gates)} gates passed"
+        changed = "" if _is_unchanged(run / "kernels", kernel) else ", but CHANGED since then"
+        lines.append(f"  {kernel.module}: {proved}{changed}")
     lines.append(f"plan: {shape(plan)}, {plan.predicted.step_seconds:.3g} s a step")
     lines.append(f"read: {run / 'review.patch'}")
     decision = read_decision(run)
@@ -119,6 +129,23 @@ def summary(run: RunDirectory) -> str:
         lines.append(f"{decision.decision} by {decision.by} at {decision.time}")
         lines.append("go on with the command that started the run, and --resume")
     return "\n".join(lines)
+
+
+def _check_unchanged(run: RunDirectory) -> None:
+    from codegen.schema import KernelSet
+
+    folder = run / "kernels"
+    for kernel in read_document(KernelSet, folder / "manifest.json").kernels:
+        if not _is_unchanged(folder, kernel):
+            raise ProofError(
+                f"{folder / kernel.module}: differs from the manifest's sha256: it was changed "
+                "after it was proved"
+            )
+
+
+def _is_unchanged(folder: Path, kernel: Kernel) -> bool:
+    module = folder / kernel.module
+    return module.is_file() and sha256_file(module) == kernel.sha256
 
 
 def check(run: RunDirectory) -> str:
@@ -131,11 +158,9 @@ def check(run: RunDirectory) -> str:
     from codegen import generate
     from codegen.schema import KernelSet, OperatorMap
 
+    _check_unchanged(run)
     folder = run / "kernels"
     manifest = read_document(KernelSet, folder / "manifest.json")
-    for kernel in manifest.kernels:
-        if sha256_file(folder / kernel.module) != kernel.sha256:
-            raise ProofError(f"{folder / kernel.module}: differs from the manifest's sha256")
     analysis = read_document(ModelAnalysis, run / "analysis.json")
     operators = read_document(OperatorMap, run / "operators.json")
     with tempfile.TemporaryDirectory() as temporary:

@@ -44,3 +44,15 @@ def test_a_changed_kernel_fails_the_check(run):
     (run / "kernels/kda.py").write_text("x = 666\n")
     with pytest.raises(ProofError, match=r"kda\.py: differs from the manifest"):
         check(run)
+
+
+def test_a_changed_kernel_cannot_be_approved(run):
+    (run / "kernels/kda.py").write_text("x = 666\n")
+    assert "CHANGED" in summary(run)
+    with pytest.raises(ProofError, match=r"kda\.py: differs from the manifest"):
+        write_decision(run, approve=True, by="ada", why="looks fine")
+    assert not (run / "review.json").exists()
+    write_decision(run, approve=False, by="ada", why="who edited this?")
+    decision = read_decision(run)
+    assert decision is not None
+    assert decision.decision == "rejected"
