@@ -19,12 +19,18 @@ from adapter_agent.run_directory import (
 from adapter_agent.stages import Context, ReviewMode
 from adapter_agent.terminal import Terminal
 from analyzers.documents import read_document, write_document
-from analyzers.errors import InputError
+from analyzers.errors import AdaptError, InputError
 
 if TYPE_CHECKING:
     from strategies.schema import Job
 
 LONGEST_DEFAULT_SEQUENCE = 4096
+
+
+class InterruptedRunError(AdaptError):
+    """Ctrl-C. Exit status 130, as a shell gives it."""
+
+    exit_status = 130
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +94,15 @@ def make_job(options: Options) -> Job:
 
 def _fixed(settings: tuple[str, ...]) -> dict[str, int]:
     """`("ep=2",)` -> `{"ep": 2}`; which keys there are is the planner's to say."""
-    fixed = {}
+    fixed: dict[str, int] = {}
     for setting in settings:
         key, _, value = setting.partition("=")
         if not key or not value.isdecimal():
             fault = f"'{setting}' is not KEY=NUMBER"
             raise InputError("--fix", fault=fault, fix="for example: --fix ep=2")
+        if fixed.get(key, int(value)) != int(value):
+            fault = f"is {fixed[key]} and {int(value)}"
+            raise InputError("--fix", field=key, fault=fault, fix="give it once")
         fixed[key] = int(value)
     return fixed
 
@@ -122,6 +131,14 @@ def default_run_directory(options: Options) -> Path:
 
 
 @contextmanager
+def _interruptible(run: RunDirectory, how: str) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as e:
+        raise InterruptedRunError(f"{run.path}: interrupted (go on with {how})") from e
+
+
+@contextmanager
 def new_run(
     options: Options, path: Path, *, resume: bool, review: ReviewMode, terminal: Terminal
 ) -> Iterator[Context]:
@@ -131,14 +148,15 @@ def new_run(
         if not (run / "job.json").exists():
             shutil.copyfile(options.cluster, run / "cluster.yaml")
             write_document(job, run / "job.json")
-        yield Context(
-            run=run,
-            job=job,
-            trust_remote_code=options.trust_remote_code,
-            review=review,
-            terminal=terminal,
-            progress=terminal,
-        )
+        with _interruptible(run, "the same command and --resume"):
+            yield Context(
+                run=run,
+                job=job,
+                trust_remote_code=options.trust_remote_code,
+                review=review,
+                terminal=terminal,
+                progress=terminal,
+            )
 
 
 @contextmanager
@@ -146,7 +164,7 @@ def past_run(path: Path, *, terminal: Terminal) -> Iterator[Context]:
     """Opens a run directory that `new_run` made, for one stage of it."""
     from strategies.schema import Job
 
-    with existing_run(path) as run:
+    with existing_run(path) as run, _interruptible(run, "the same command"):
         yield Context(
             run=run,
             job=read_document(Job, run / "job.json"),

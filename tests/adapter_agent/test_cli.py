@@ -241,6 +241,20 @@ def test_a_wrong_topology(refused, tmp_path, change, named):
     assert named in line
 
 
+def test_a_misspelt_key_of_the_topology_is_named_not_the_one_that_it_hides(refused, tmp_path):
+    path = tmp_path / "topo.yaml"
+    path.write_text(CLUSTER.read_text().replace("device:", "devise:"))
+    assert "devise: unknown key (did you mean 'device'?)" in refused(cluster=path)
+
+
+def test_an_exponent_that_yaml_takes_as_text_is_explained(refused, tmp_path):
+    path = tmp_path / "topo.yaml"
+    path.write_text(CLUSTER.read_text().replace("bw_gbps: 1.5", "bw_gbps: 1e3"))
+    line = refused(cluster=path)
+    assert "bw_gbps" in line
+    assert "1.0e+3" in line
+
+
 def test_no_such_topology(refused, tmp_path):
     assert "topo.yaml" in refused(cluster=tmp_path / "topo.yaml")
 
@@ -256,6 +270,25 @@ def test_a_forced_setting_that_cannot_be(adapt, setting):
     status, out, err = adapt("plan", MODEL, "--cluster", CLUSTER, "--fix", setting, "--quiet")
     assert (status, out) == (2, ""), err
     assert len(err.splitlines()) == 1
+
+
+def test_a_setting_that_is_forced_to_two_values(adapt):
+    words = ["plan", MODEL, "--cluster", CLUSTER, "--fix", "ep=2", "--fix", "ep=1", "--quiet"]
+    status, out, err = adapt(*words)
+    assert (status, out) == (2, ""), err
+    assert "--fix: ep: is 2 and 1" in err
+
+
+def test_an_interrupted_run_says_how_it_goes_on(adapt, tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("analyzers.analyze", interrupted)
+    status, out, err = adapt(MODEL, "--cluster", CLUSTER, "--run-dir", tmp_path / "run", "--quiet")
+    assert (status, out) == (130, "")
+    assert err.splitlines() == [
+        f"error: {tmp_path / 'run'}: interrupted (go on with the same command and --resume)"
+    ]
 
 
 def test_a_forced_setting_is_kept_by_the_plan(adapt):
