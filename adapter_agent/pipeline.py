@@ -132,12 +132,14 @@ def run_stage(context: Context, name: str, inputs_sha256: str | None = None) -> 
         run.set_stage(name, "failed", note=str(e))
         raise
     except Exception as e:
-        first_line = next(iter(str(e).splitlines()), "")
-        run.set_stage(name, "failed", note=first_line or type(e).__name__)
+        lines = [line.strip() for line in str(e).splitlines() if line.strip()]
+        # What a failed rank said ends with its own error: the first line alone says only "failed".
+        said = " ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))
+        run.set_stage(name, "failed", note=said or type(e).__name__)
         log = run / "error.log"
         with log.open("a", encoding="utf-8") as f:
             f.write(traceback.format_exc() + "\n")
-        raise StageError(f"{name}: {type(e).__name__}: {first_line} (traceback in {log})") from e
+        raise StageError(f"{name}: {type(e).__name__}: {said} (traceback in {log})") from e
     run.set_stage(
         name,
         outcome.state,
