@@ -68,7 +68,7 @@ app = typer.Typer(
         "adapt doctor",
     )
     + "\n\nExit status: 0 done, 1 a bug, 2 bad input, 3 no feasible plan, 4 a proof failed, "
-    "5 waiting for review.",
+    "5 waiting for review, 130 interrupted.",
 )
 cluster_app = typer.Typer(
     no_args_is_help=True,
@@ -101,7 +101,9 @@ BatchOpt = Annotated[
     int | None,
     typer.Option("--global-batch-size", min=1, help="Sequences a step over all devices."),
 ]
-RankOpt = Annotated[int | None, typer.Option("--lora-rank", min=1, help="Rank of the adapters.")]
+RankOpt = Annotated[
+    int | None, typer.Option("--lora-rank", min=1, help="Rank of the adapters; 8 by default.")
+]
 
 FixOpt = Annotated[
     list[str] | None,
@@ -152,7 +154,9 @@ def run(
     data: Annotated[
         Path | None, typer.Option(help="JSONL to train on; without it nothing is trained.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Optimizer steps; 60 by default.")
+    ] = None,
     sequence_length: SequenceOpt = None,
     global_batch_size: BatchOpt = None,
     lora_rank: RankOpt = None,
@@ -334,11 +338,32 @@ def validate(run_dir: RunDirArg, as_json: JsonOpt = False, quiet: QuietOpt = Fal
         raise typer.Exit(4)
 
 
-@app.command(epilog=_examples("adapt train runs/first"))
-def train(run_dir: RunDirArg, as_json: JsonOpt = False, quiet: QuietOpt = False) -> None:
+@app.command(epilog=_examples("adapt train runs/first", "adapt train runs/first --twin"))
+def train(
+    run_dir: RunDirArg,
+    twin: Annotated[
+        bool,
+        typer.Option("--twin", help="Train the plan scaled down to the devices here, in twin/."),
+    ] = False,
+    as_json: JsonOpt = False,
+    quiet: QuietOpt = False,
+) -> None:
     """LoRA-train by the plan where the cluster's devices are here, else write launch scripts."""
     needs = ("analysis.json", "plan.json", "kernels/manifest.json")
-    outcome = _stage(run_dir, "train", needs, quiet)
+    if twin:
+        from adapter_agent.job import check_unchanged, past_run, require_documents
+        from adapter_agent.review import require_not_refused
+        from adapter_agent.stages import train_twin
+        from adapter_agent.terminal import Terminal, stdout_kept_clean
+
+        terminal = Terminal(quiet=quiet)
+        with stdout_kept_clean(), terminal.live(), past_run(run_dir, terminal=terminal) as context:
+            require_documents(context.run, *needs)
+            require_not_refused(context.run)
+            check_unchanged(context)
+            outcome = train_twin(context)
+    else:
+        outcome = _stage(run_dir, "train", needs, quiet)
     result = {"state": outcome.state, "note": outcome.note, "run_dir": str(run_dir)}
     _print_json(result) if as_json else typer.echo(f"{outcome.state}: {outcome.note}")
 
@@ -415,13 +440,17 @@ def doctor(as_json: JsonOpt = False) -> None:
 
 def _stage(run_dir: Path, name: str, needs: tuple[str, ...], quiet: bool) -> Any:
     """Runs one stage of a run directory now, whether or not it was done before."""
-    from adapter_agent.job import past_run, require_documents
+    from adapter_agent.job import check_unchanged, past_run, require_documents
     from adapter_agent.pipeline import run_stage
+    from adapter_agent.review import require_not_refused
     from adapter_agent.terminal import Terminal, stdout_kept_clean
 
     terminal = Terminal(quiet=quiet)
     with stdout_kept_clean(), terminal.live(), past_run(run_dir, terminal=terminal) as context:
         require_documents(context.run, *needs)
+        if name != "report":
+            require_not_refused(context.run)
+            check_unchanged(context)
         return run_stage(context, name)
 
 

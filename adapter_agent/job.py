@@ -175,6 +175,23 @@ def past_run(path: Path, *, terminal: Terminal) -> Iterator[Context]:
         )
 
 
+def check_unchanged(context: Context) -> None:
+    """Raises InputError when the model or the data of a past run is gone or not what it was."""
+    past, job = context.run.record.inputs, context.job
+    check_model(Path(job.model), trust_remote_code=context.trust_remote_code)
+    data = Path(job.data) if job.data else None
+    if data and not data.is_file():
+        raise InputError(data, fault="does not exist", fix="put it back, or make a new run")
+    changed = []
+    if past["model_sha256"] != model_sha256(Path(job.model)):
+        changed.append(Path(job.model))
+    if data and past["data_sha256"] != sha256_file(data):
+        changed.append(data)
+    for where in changed:
+        fault = f"has changed since the run in {context.run.path} was made"
+        raise InputError(where, fault=fault, fix="put it back, or make a new run")
+
+
 def require_documents(run: RunDirectory, *names: str) -> None:
     """Raises InputError when an earlier stage has not written what this one reads."""
     for name in names:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from adapter_agent.run_directory import RunDirectory, files_of, sha256_file
 from analyzers.documents import document, read_document, write_document, write_text
-from analyzers.errors import ProofError
+from analyzers.errors import AdaptError, ProofError
 
 if TYPE_CHECKING:
     from codegen.schema import Kernel
@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 
 class ReviewRejectedError(ProofError):
     """A reviewer said no."""
+
+
+class ReviewAwaitedError(AdaptError):
+    """Nobody has decided yet. Exit status 5."""
+
+    exit_status = 5
 
 
 @document
@@ -101,9 +107,24 @@ def decide(run: RunDirectory, mode: Literal["auto", "ask", "require"]) -> str:
         interrupt({"review": str(run / "review.patch")})
         raise AssertionError("unreachable: the pipeline is resumed by running this stage again")
     if decision.decision == "rejected":
-        because = f": {decision.why}" if decision.why else ""
-        raise ReviewRejectedError(f"{run.path}: review rejected by {decision.by}{because}")
+        raise _rejected(run, decision)
     return f"approved by {decision.by}"
+
+
+def require_not_refused(run: RunDirectory) -> None:
+    """Raises when the run waits for a reviewer, or one said no: its kernels then enter no model."""
+    decision = read_decision(run)
+    if decision is not None and decision.decision == "rejected":
+        raise _rejected(run, decision)
+    if decision is None and run.record.stages["review"].state == "waiting":
+        raise ReviewAwaitedError(
+            f"{run.path}: waiting for review (adapt review {run.path} --approve, or --reject)"
+        )
+
+
+def _rejected(run: RunDirectory, decision: Decision) -> ReviewRejectedError:
+    because = f": {decision.why}" if decision.why else ""
+    return ReviewRejectedError(f"{run.path}: review rejected by {decision.by}{because}")
 
 
 def summary(run: RunDirectory) -> str:

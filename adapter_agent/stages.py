@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -10,14 +11,15 @@ from adapter_agent.run_directory import RunDirectory, StageState
 from adapter_agent.terminal import Terminal
 from adapter_agent.words import count, shape
 from analyzers.documents import read_document, write_document
-from analyzers.errors import ProofError
+from analyzers.errors import InputError, ProofError
+from strategies.schema import Plan
 
 if TYPE_CHECKING:
     from analyzers.schema import ModelAnalysis
     from codegen.schema import KernelSet, OperatorMap
     from runtime.schema import StepMetrics
     from strategies.cluster import Cluster
-    from strategies.schema import Job, Plan
+    from strategies.schema import Job
 
 Progress = Callable[[str], None]
 ReviewMode = Literal["auto", "ask", "require"]
@@ -48,8 +50,6 @@ class Context:
 
     @property
     def plan(self) -> Plan:
-        from strategies.schema import Plan
-
         return read_document(Plan, self.run / "plan.json")
 
     @property
@@ -175,6 +175,35 @@ def train(context: Context) -> Outcome:
     return Outcome(
         f"loss {steps[0].loss:.3f} -> {steps[-1].loss:.3f} in {len(steps)} steps; "
         f"adapter in {run / 'adapter'}"
+    )
+
+
+def train_twin(context: Context) -> Outcome:
+    """Trains the plan's twin on the devices that are here, in `twin/`.
+
+    In a directory of its own: its checkpoints must never be taken for those of the full plan.
+    """
+    import runtime
+    from runtime.launch import write_twin
+
+    run, job = context.run, context.job
+    if context.analysis.checkpoint is None:
+        fix = "add the safetensors to the folder and run again"
+        raise InputError(job.model, fault="has no weights to train", fix=fix)
+    if job.data is None:
+        fix = "make the run with --data FILE.jsonl"
+        raise InputError(run / "job.json", field="data", fault="none was given", fix=fix)
+    made = read_document(Plan, write_twin(run.path))
+    twin = RunDirectory(run / "twin")
+    write_document(made, twin / "plan.json")
+    for name in ("job.json", "analysis.json", "operators.json"):
+        shutil.copyfile(run / name, twin / name)
+    shutil.copytree(run / "kernels", twin / "kernels", dirs_exist_ok=True)
+    runtime.train(twin.path, progress=context.progress)
+    steps = read_metrics(twin)
+    return Outcome(
+        f"loss {steps[0].loss:.3f} -> {steps[-1].loss:.3f} in {len(steps)} steps of the twin "
+        f"({shape(made)} on {made.world_size} devices); adapter in {twin / 'adapter'}"
     )
 
 

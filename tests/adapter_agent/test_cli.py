@@ -322,6 +322,30 @@ def test_a_stage_of_a_folder_that_holds_no_run(adapt, tmp_path, command):
     assert "run.json" in err
 
 
+@pytest.mark.parametrize("command", [["train"], ["train", "--twin"], ["validate"]], ids=" ".join)
+@pytest.mark.parametrize("what", ["moved", "changed", "data"])
+def test_a_stage_whose_model_or_data_is_not_what_it_was(adapt, tmp_path, command, what):
+    model, data, where = copy_of_model(tmp_path), tmp_path / "data.jsonl", tmp_path / "run"
+    shutil.copyfile(DATA, data)
+    status, _, err = adapt(
+        *(model, "--cluster", CLUSTER, "--data", data, "--run-dir", where, "--until", "analyze")
+    )
+    assert status == 0, err
+    (where / "kernels").mkdir()
+    for name in ("plan.json", "kernels/manifest.json"):
+        (where / name).write_text("{}")
+    if what == "moved":
+        model.rename(tmp_path / "elsewhere")
+    elif what == "changed":
+        (model / "tokenizer_config.json").write_text("{}")
+    else:
+        data.write_text(data.read_text() * 2)
+    status, out, err = adapt(command[0], where, *command[1:], "--quiet")
+    assert (status, out) == (2, ""), err
+    assert str(data if what == "data" else model) in err
+    assert len(err.splitlines()) == 1
+
+
 def test_one_answer_to_a_review(adapt, tmp_path):
     status, _, err = adapt("review", tmp_path, "--approve", "--reject")
     assert status == 2

@@ -217,3 +217,20 @@ def ranks_of(folder):
             return []
         time.sleep(0.1)
     return found
+
+
+def test_the_twin_of_a_plan_for_absent_devices_trains_apart_from_it(tmp_path):
+    job = [*COMMAND, "--run-dir", str(tmp_path), "--until", "review"]
+    job[job.index("--cluster") + 1] = str(ROOT / "examples/clusters/h200-x2.yaml")
+    job[job.index("--steps") + 1] = "2"
+    done = subprocess.run(job, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    twin = [*COMMAND[:3], "train", str(tmp_path), "--twin", "--json"]
+    done = subprocess.run(twin, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "ep 2 on 2 devices" in json.loads(done.stdout)["note"]
+    assert len((tmp_path / "twin/train/metrics.jsonl").read_text().splitlines()) == 2
+    assert (tmp_path / "twin/adapter/adapter_model.safetensors").stat().st_size > 0
+    # The full plan would take these checkpoints for its own.
+    assert not (tmp_path / "train").exists()
+    assert not (tmp_path / "adapter").exists()

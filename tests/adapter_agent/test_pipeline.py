@@ -116,6 +116,14 @@ def test_a_stage_that_broke_is_the_first_to_run_again(tmp_path, called, monkeypa
     assert called == list(STAGES)
 
 
+def test_a_failed_rank_is_quoted_with_its_own_error(tmp_path, monkeypatch):
+    said = "rank 1 failed (status 1):\n  File x.py, line 3\nOSError: no space left\n"
+    failing(monkeypatch, "train", RuntimeError(said))
+    with pytest.raises(StageError, match=r"rank 1 failed .*OSError: no space left") as caught:
+        go(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
 def test_what_a_user_caused_is_not_logged_as_a_bug(tmp_path, monkeypatch):
     failing(monkeypatch, "plan", InputError("topo.yaml", fault="is wrong"))
     with pytest.raises(InputError):
@@ -190,6 +198,10 @@ def test_on_the_command_line_a_review_is_status_5_until_it_is_approved(
     assert f"adapt review {tmp_path / 'run'} --approve" in out
     assert adapt(*job, "--resume", "--json")[0] == 5
     assert adapt("review", tmp_path / "run")[0] == 0
+    for stage in (["validate"], ["train"], ["train", "--twin"]):
+        assert adapt(stage[0], tmp_path / "run", *stage[1:]) == (5, "")
+    assert adapt("review", tmp_path / "run", "--reject", "--by", "ada")[0] == 0
+    assert adapt("train", tmp_path / "run") == (4, "")
     status, out = adapt("review", tmp_path / "run", "--approve", "--by", "ada")
     assert status == 0
     assert "approved by ada" in out
