@@ -66,9 +66,12 @@ def sha256_text(text: str) -> str:
 
 
 def model_sha256(folder: Path) -> str:
-    """Hash of a model folder: contents of its small files, name and size of its weights."""
+    """Hash of a model folder: contents of its small files, name and size of its weights.
+
+    Hidden files (`.DS_Store`, `.gitattributes`) are no part of a model.
+    """
     digest = hashlib.sha256()
-    for path in sorted(p for p in folder.iterdir() if p.is_file()):
+    for path in sorted(p for p in folder.iterdir() if p.is_file() and p.name[0] != "."):
         size = path.stat().st_size
         content = sha256_file(path) if size < 1 << 20 else ""
         digest.update(f"{path.name}\0{size}\0{content}\n".encode())
@@ -179,22 +182,28 @@ def open_run(path: Path, inputs: dict[str, Any], *, resume: bool = False) -> Ite
     except OSError as e:
         fault = f"cannot be made a run directory: {e.strerror}"
         raise InputError(path, fault=fault, fix="choose another --run-dir") from e
-    if not os.access(path, os.W_OK):
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         fault = "cannot be written: Permission denied"
         raise InputError(path, fault=fault, fix="choose another --run-dir")
+    _refuse_foreign(path)  # before the lock, which would leave a file in somebody else's folder
     with _locked(path):
         run = RunDirectory(path)
+        _refuse_foreign(path)
         if (run / "run.json").exists():
             _check_same(run, inputs, resume)
         else:
-            # Names with a dot are the lock and temporary files of a run that was killed at once.
-            if any(not p.name.startswith(".") for p in path.iterdir()):
-                fault = "is not empty and holds no run"
-                raise InputError(path, fault=fault, fix="choose an empty or new --run-dir")
             stages = {name: StageRecord() for name in STAGES}
             record = RunRecord(started=_now(), inputs=inputs, versions=versions(), stages=stages)
             write_document(record, run / "run.json")
         yield run
+
+
+def _refuse_foreign(path: Path) -> None:
+    names = {p.name for p in path.iterdir()}
+    # Names with a dot are the lock and temporary files of a run that was killed at once.
+    if "run.json" not in names and any(not name.startswith(".") for name in names):
+        fault = "is not empty and holds no run"
+        raise InputError(path, fault=fault, fix="choose an empty or new --run-dir")
 
 
 def _check_same(run: RunDirectory, inputs: dict[str, Any], resume: bool) -> None:
@@ -203,6 +212,9 @@ def _check_same(run: RunDirectory, inputs: dict[str, Any], resume: bool) -> None
         old, new = past.inputs.get(name), inputs.get(name)
         if old != new:
             fault = f"holds a run made with {old}, not {new}"
+            if name.endswith("_sha256"):
+                name = name.removesuffix("_sha256")
+                fault = f"{inputs[name]} has changed since the run was made"
             raise InputError(
                 run.path, field=name, fault=fault, fix="choose another --run-dir, or an empty one"
             )

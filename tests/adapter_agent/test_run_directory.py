@@ -41,10 +41,11 @@ def test_a_run_of_another_model_is_refused_and_named(tmp_path, resume):
 
 def test_a_folder_with_other_things_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
+    before = [p.name for p in tmp_path.iterdir()]
     with pytest.raises(InputError, match="is not empty and holds no run"):  # noqa: SIM117
         with open_run(tmp_path, INPUTS):
             pass
-    assert [p.name for p in tmp_path.iterdir() if p.name != ".lock"] == ["thesis.tex"]
+    assert [p.name for p in tmp_path.iterdir()] == before
 
 
 def test_a_file_in_place_of_the_directory_is_refused(tmp_path):
@@ -124,3 +125,19 @@ def test_the_hash_of_a_model_sees_its_config_and_the_size_of_its_weights(tmp_pat
     second = model_sha256(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"0" * 11)
     assert len({first, second, model_sha256(tmp_path)}) == 3
+
+
+def test_the_hash_of_a_model_is_blind_to_hidden_files(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    before = model_sha256(tmp_path)
+    (tmp_path / ".DS_Store").write_text("x")
+    assert model_sha256(tmp_path) == before
+
+
+def test_a_model_that_was_changed_in_place_is_named(tmp_path):
+    inputs = {**INPUTS, "model_sha256": "a"}
+    with open_run(tmp_path, inputs):
+        pass
+    with pytest.raises(InputError, match=r"model: /models/a has changed since"):  # noqa: SIM117
+        with open_run(tmp_path, {**inputs, "model_sha256": "b"}, resume=True):
+            pass
