@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sqlite3
 import time
 import traceback
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from adapter_agent.run_directory import STAGES, sha256_text
 from adapter_agent.stages import WORK, Context, Outcome
-from analyzers.errors import AdaptError, ProofError
+from analyzers.errors import AdaptError, InputError, ProofError
 
 if TYPE_CHECKING:
     from langchain_core.runnables import RunnableConfig
@@ -86,7 +87,11 @@ def _invoke(context: Context, *, first: str, until: str | None) -> dict[str, Any
         thread = sha256_text(json.dumps(context.run.record.inputs, sort_keys=True))[:16]
         config: RunnableConfig = {"configurable": {"thread_id": thread}}
         # The checkpoint goes on where it stopped, unless documents before that point have changed.
-        goes_on = pipeline.get_state(config).next == (first,)
+        try:
+            goes_on = pipeline.get_state(config).next == (first,)
+        except sqlite3.DatabaseError as e:
+            fix = "delete it: finished stages are recognised without it"
+            raise InputError(path, fault=f"cannot be read: {e}", fix=fix) from e
         return pipeline.invoke(
             None if goes_on else State(run_dir=str(context.run.path), failed=""),
             config,
@@ -117,6 +122,9 @@ def run_stage(context: Context, name: str, inputs_sha256: str | None = None) -> 
 
     run, start = context.run, time.monotonic()
     inputs = inputs_sha256 or _inputs_sha256(context, name)
+    if run.record.stages[name].inputs_sha256 not in ("", inputs):
+        for folder in WORK[name].resumes:
+            shutil.rmtree(run / folder, ignore_errors=True)
     run.set_stage(name, "running", note="", inputs_sha256=inputs, outputs={})
 
     def progress(line: str) -> None:

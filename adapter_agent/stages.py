@@ -76,6 +76,8 @@ class Stage:
     inputs: tuple[str, ...] = ()
     """Keys of the run's inputs."""
     writes: tuple[str, ...]
+    resumes: tuple[str, ...] = ()
+    """Folders with unfinished work, of no use to other inputs."""
 
 
 def analyze(context: Context) -> Outcome:
@@ -195,10 +197,17 @@ def train_twin(context: Context) -> Outcome:
         raise InputError(run / "job.json", field="data", fault="none was given", fix=fix)
     made = read_document(Plan, write_twin(run.path))
     twin = RunDirectory(run / "twin")
-    write_document(made, twin / "plan.json")
-    for name in ("job.json", "analysis.json", "operators.json"):
-        shutil.copyfile(run / name, twin / name)
-    shutil.copytree(run / "kernels", twin / "kernels", dirs_exist_ok=True)
+    names = ["job.json", "analysis.json", "operators.json"]
+    same = twin.hashes([*names, "kernels"]) == run.hashes([*names, "kernels"])
+    if not (
+        same and (twin / "plan.json").is_file() and read_document(Plan, twin / "plan.json") == made
+    ):
+        # What was trained there before was trained from something else.
+        shutil.rmtree(twin.path, ignore_errors=True)
+        write_document(made, twin / "plan.json")
+        for name in names:
+            shutil.copyfile(run / name, twin / name)
+        shutil.copytree(run / "kernels", twin / "kernels")
     runtime.train(twin.path, progress=context.progress)
     steps = read_metrics(twin)
     return Outcome(
@@ -243,6 +252,7 @@ WORK: dict[str, Stage] = {
         reads=("job.json", "plan.json", "kernels"),
         inputs=("data_sha256",),
         writes=("train/metrics.jsonl", "adapter", "launch"),
+        resumes=("train",),
     ),
     "report": Stage(
         work=report,

@@ -147,6 +147,41 @@ def test_a_document_that_was_changed_is_made_again(tmp_path, called):
     assert called == ["map"]
 
 
+def test_training_goes_on_from_its_checkpoints_only_with_the_same_plan(
+    tmp_path, called, monkeypatch
+):
+    whole = WORK["train"]
+    checkpoint = tmp_path / "train/checkpoints/step-20"
+
+    def killed(context):
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        raise RuntimeError("lost power")
+
+    monkeypatch.setitem(WORK, "train", replace(whole, work=killed))
+    for resume in (False, True):
+        with pytest.raises(StageError):
+            go(tmp_path, resume=resume)
+    monkeypatch.setitem(WORK, "train", whole)
+    with open_run(tmp_path, INPUTS, resume=True) as run:
+        assert run.record.stages["train"].inputs_sha256
+    go(tmp_path, resume=True)
+    assert checkpoint.exists()
+    write_document(replace(plan(), micro_batch_size=7), tmp_path / "plan.json")
+    monkeypatch.setitem(WORK, "plan", replace(WORK["plan"], work=lambda c: Outcome("kept")))
+    go(tmp_path, resume=True)
+    assert called.count("train") == 2
+    assert not checkpoint.exists()
+
+
+def test_a_broken_checkpoint_database_is_named(tmp_path):
+    go(tmp_path, until="plan")
+    (tmp_path / "checkpoints.sqlite").write_text("junk")
+    with pytest.raises(InputError, match=r"checkpoints\.sqlite: cannot be read"):
+        go(tmp_path, resume=True)
+    (tmp_path / "checkpoints.sqlite").unlink()
+    assert go(tmp_path, resume=True) == "done"
+
+
 def test_review_require_waits_until_somebody_decides(tmp_path, called):
     assert go(tmp_path, review="require") == "waiting"
     assert go(tmp_path, review="require", resume=True) == "waiting"
