@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from analyzers.errors import InputError
 from runtime.experts import experts_of
+from runtime.shards import local_rows
 
 if TYPE_CHECKING:
     from analyzers.schema import ModelAnalysis
@@ -139,8 +140,6 @@ def initialise_adapters(model: nn.Module, seed: int) -> None:
     Every factor, and every expert of a bank, has its own generator, seeded by name: the same values
     whatever the number of ranks, and no two experts alike.
     """
-    from runtime.weights import local_rows
-
     for name, parameter in model.named_parameters():
         if not is_adapter(name):
             continue

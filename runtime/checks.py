@@ -19,7 +19,7 @@ from runtime.adapters import adapter_parameters
 from runtime.data import Batch
 from runtime.experts import experts_of
 from runtime.schema import Check
-from runtime.weights import tensor_digest
+from runtime.shards import tensor_digest, whole
 
 if TYPE_CHECKING:
     from strategies.schema import Plan
@@ -47,13 +47,6 @@ def distance(a: Tensor, b: Tensor) -> float:
     scale = float(b.float().norm())
     apart = float((a.float() - b.float()).norm())
     return apart / scale if scale > 0 else apart
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A copy of the full tensor on the CPU; all ranks call it together."""
-    tensor = tensor.detach()
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.to("cpu", copy=True)  # one rank's full tensor is its shard itself
 
 
 def weights_equal(sharded: dict[str, str], reference: dict[str, str], source: str) -> Check:

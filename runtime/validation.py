@@ -15,12 +15,13 @@ from runtime import checks
 from runtime.adapters import adapter_parameters
 from runtime.build import Documents, build_dataset, build_model, dtype_of, say
 from runtime.checkpoints import load_checkpoint, save_checkpoint
-from runtime.checks import FLOAT32_TOLERANCE, Worst, check, distance, whole
+from runtime.checks import FLOAT32_TOLERANCE, Worst, check, distance
 from runtime.data import Batch, Dataset, Example, micro_batches
 from runtime.operators import operators_vs_reference
 from runtime.optim import build_optimizer, clip_gradients
 from runtime.peft_format import save_adapter
 from runtime.schema import Check, ValidationReport
+from runtime.shards import whole
 from runtime.step import StepResult, forward_backward
 from runtime.weights import Reader, digest, stored_digest
 

@@ -5,45 +5,23 @@ Conversion comes before sharding, always: see `analyzers.conversion`.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from analyzers.conversion import Recipe, plan_conversion
 from analyzers.errors import InputError
 from runtime.adapters import is_adapter
+from runtime.shards import local_rows, tensor_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 READABLE = {"F64", "F32", "F16", "BF16", "I64", "I32", "BOOL"}
-
-
-def local_rows(tensor: Tensor) -> tuple[Tensor, int, int]:
-    """This rank's shard of a tensor and the rows `[low, high)` of dimension 0 that it holds.
-
-    Shards are contiguous: the last mesh axis cuts first (`ep` before `efsdp`), each in chunks of
-    `ceil(n / ranks)` as `torch.chunk` does.
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor.detach(), 0, tensor.shape[0] if tensor.ndim else 1
-    low, high = 0, tensor.shape[0]
-    for axis in reversed(range(tensor.device_mesh.ndim)):
-        placement = tensor.placements[axis]
-        if isinstance(placement, Replicate):
-            continue
-        assert getattr(placement, "dim", None) == 0, f"not sharded by rows: {placement}"
-        chunk = -(-(high - low) // tensor.device_mesh.size(axis))
-        start = low + chunk * tensor.device_mesh.get_local_rank(axis)
-        low, high = min(start, high), min(start + chunk, high)
-    shard = tensor.to_local().detach()
-    assert shard.shape[0] == high - low, f"shard has {shard.shape[0]} rows, not {high - low}"
-    return shard, low, high
 
 
 class Reader:
@@ -165,13 +143,6 @@ def full_tensors(model: nn.Module, *, adapters: bool) -> Iterator[tuple[str, Ten
 def digest(model: nn.Module, *, adapters: bool = False) -> dict[str, str]:
     """sha256 of dtype, shape and bytes of every full tensor, by name; the same on every rank."""
     return {name: tensor_digest(t) for name, t in full_tensors(model, adapters=adapters)}
-
-
-def tensor_digest(tensor: Tensor) -> str:
-    data = tensor.detach().cpu().contiguous()
-    made = hashlib.sha256(f"{data.dtype}{list(data.shape)}".encode())
-    made.update(data.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return made.hexdigest()
 
 
 def stored_digest(model: PreTrainedModel, reader: Reader) -> dict[str, str]:

@@ -16,11 +16,12 @@ from runtime import checks, experts
 from runtime.adapters import adapter_parameters
 from runtime.build import Documents, build_dataset, build_model, process_group
 from runtime.checkpoints import load_checkpoint, save_checkpoint
-from runtime.checks import Worst, distance, whole
+from runtime.checks import Worst, distance
 from runtime.data import micro_batches
 from runtime.optim import build_optimizer, clip_gradients
+from runtime.shards import tensor_digest, whole
 from runtime.step import forward_backward
-from runtime.weights import digest, tensor_digest
+from runtime.weights import digest
 from strategies.schema import Plan
 
 STATE = ("exp_avg", "exp_avg_sq")

@@ -12,8 +12,9 @@ from analyzers import analyze
 from analyzers.documents import read_document, to_data, write_document
 from runtime.adapters import adapter_parameters
 from runtime.build import Documents, build_dataset, build_model
-from runtime.checks import distance, whole
+from runtime.checks import distance
 from runtime.optim import build_optimizer, clip_gradients
+from runtime.shards import whole
 from runtime.step import forward_backward
 from strategies.schema import Job
 from tests.runtime.ranks import batches, joined, moved

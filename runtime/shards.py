@@ -1,0 +1,46 @@
+"""What a rank holds of a tensor, and the whole of it."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+
+def local_rows(tensor: Tensor) -> tuple[Tensor, int, int]:
+    """This rank's shard of a tensor and the rows `[low, high)` of dimension 0 that it holds.
+
+    Shards are contiguous: the last mesh axis cuts first (`ep` before `efsdp`), each in chunks of
+    `ceil(n / ranks)` as `torch.chunk` does.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), 0, tensor.shape[0] if tensor.ndim else 1
+    low, high = 0, tensor.shape[0]
+    for axis in reversed(range(tensor.device_mesh.ndim)):
+        placement = tensor.placements[axis]
+        if isinstance(placement, Replicate):
+            continue
+        assert getattr(placement, "dim", None) == 0, f"not sharded by rows: {placement}"
+        chunk = -(-(high - low) // tensor.device_mesh.size(axis))
+        start = low + chunk * tensor.device_mesh.get_local_rank(axis)
+        low, high = min(start, high), min(start + chunk, high)
+    shard = tensor.to_local().detach()
+    assert shard.shape[0] == high - low, f"shard has {shard.shape[0]} rows, not {high - low}"
+    return shard, low, high
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of the full tensor on the CPU; all ranks call it together."""
+    tensor = tensor.detach()
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.to("cpu", copy=True)  # one rank's full tensor is its shard itself
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """sha256 of dtype, shape and bytes."""
+    data = tensor.detach().cpu().contiguous()
+    made = hashlib.sha256(f"{data.dtype}{list(data.shape)}".encode())
+    made.update(data.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return made.hexdigest()
