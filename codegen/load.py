@@ -33,7 +33,7 @@ def load_kernels(folder: str | Path) -> list[LoadedKernel]:
 
 def _import(folder: Path, kernel: Kernel) -> Callable:
     path = folder / kernel.module
-    mend = f"regenerate it with `{kernel.command}`"
+    mend = f"regenerate it with `{kernel.command}`, in a run directory with --resume"
     if not path.exists():
         raise ProofError(f"{path}: is missing; {mend}")
     if hashlib.sha256(path.read_bytes()).hexdigest() != kernel.sha256:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 IGNORED = -100
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 FORMS = "'messages', 'prompt' with 'completion', or 'text'"
 
 
@@ -63,8 +65,9 @@ def _checked(line: bytes, path: Path, number: int) -> dict[str, Any]:
             isinstance(m, dict) and isinstance(m.get("role"), str) and _is_text(m.get("content"))
             for m in messages
         ):
-            fault = "'messages' must be a list of objects with 'role' and 'content'"
-            raise InputError(path, field=field, fault=fault)
+            fault = "'messages' must be a list of objects with text in 'role' and 'content'"
+            fix = 'such as [{"role": "user", "content": "..."}]'
+            raise InputError(path, field=field, fault=fault, fix=fix)
         if not any(m["role"] == "assistant" for m in messages):
             raise InputError(path, field=field, fault="has no assistant message to learn from")
     elif "prompt" in record or "completion" in record:
@@ -76,7 +79,8 @@ def _checked(line: bytes, path: Path, number: int) -> dict[str, Any]:
 
 
 def _is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value)
+    """Text that is not empty and can be encoded: JSON also spells halves of surrogate pairs."""
+    return isinstance(value, str) and bool(value) and not _HALF_PAIR.search(value)
 
 
 @dataclass(frozen=True)

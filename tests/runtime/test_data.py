@@ -35,6 +35,8 @@ GOOD = '{"prompt": "a robin is", "completion": " a bird"}'
         ('{"prompt": "a"}', "'prompt' and 'completion'"),
         ('{"messages": []}', "no assistant"),
         ('{"messages": [{"role": "user"}]}', "'role' and 'content'"),
+        ('{"text": "half of a pair: \\ud800"}', "nothing to learn"),
+        ('{"prompt": "a", "completion": "\\udfff"}', "'prompt' and 'completion'"),
     ],
 )
 def test_a_bad_line_is_named_by_number(tmp_path, line, fault):
