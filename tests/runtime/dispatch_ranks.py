@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from runtime import dispatch
+from runtime.__main__ import leave
 from runtime.build import process_group
 from runtime.checks import distance
 
@@ -93,3 +94,4 @@ def main():
 
 if __name__ == "__main__":
     main()
+    leave(0)

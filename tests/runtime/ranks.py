@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from analyzers.documents import from_data
 from runtime import checks, experts
+from runtime.__main__ import leave
 from runtime.adapters import adapter_parameters
 from runtime.build import Documents, build_dataset, build_model, process_group
 from runtime.checkpoints import load_checkpoint, save_checkpoint
@@ -141,3 +142,4 @@ def main():
 
 if __name__ == "__main__":
     main()
+    leave(0)
