@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from adapter_agent import figures
 from adapter_agent.run_directory import RunDirectory
-from adapter_agent.stages import read_metrics
 from adapter_agent.words import count, layer_legend, layer_pattern, parameters_by_part, shape, size
 from analyzers.documents import read_document, write_text
 
@@ -64,7 +63,7 @@ def gather(run: RunDirectory) -> dict[str, Any]:
     analysis = _document(ModelAnalysis, run / "analysis.json")
     operators = _document(OperatorMap, run / "operators.json")
     plan = _document(Plan, run / "plan.json")
-    steps = read_metrics(run)
+    steps = run.metrics()
     record = run.record
     return {
         "name": Path(str(record.inputs["model"])).name,

@@ -20,8 +20,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from analyzers.documents import document, read_document, write_document
+from analyzers.documents import document, from_data, read_document, write_document
 from analyzers.errors import InputError
+from runtime.schema import StepMetrics
 
 STAGES = ("analyze", "map", "generate", "plan", "review", "validate", "train", "report")
 """In order."""
@@ -149,6 +150,14 @@ class RunDirectory:
                 parts = [f"{p.relative_to(path)}:{sha256_file(p)}" for p in files_of(path)]
                 found[name] = sha256_text("\n".join(parts))
         return found
+
+    def metrics(self) -> list[StepMetrics]:
+        """The lines of `train/metrics.jsonl`; empty when nothing was trained."""
+        path = self / "train/metrics.jsonl"
+        if not path.is_file():
+            return []
+        lines = path.read_text(encoding="utf-8").splitlines()
+        return [from_data(StepMetrics, json.loads(line), path) for line in lines if line.strip()]
 
 
 @contextlib.contextmanager

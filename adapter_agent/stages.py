@@ -17,7 +17,6 @@ from strategies.schema import Plan
 if TYPE_CHECKING:
     from analyzers.schema import ModelAnalysis
     from codegen.schema import KernelSet, OperatorMap
-    from runtime.schema import StepMetrics
     from strategies.cluster import Cluster
     from strategies.schema import Job
 
@@ -173,7 +172,7 @@ def train(context: Context) -> Outcome:
             f"{len(files)} launch files are ready in {run / 'launch'}"
         )
     runtime.train(run.path, progress=context.progress)
-    steps = read_metrics(run)
+    steps = run.metrics()
     return Outcome(
         f"loss {steps[0].loss:.3f} -> {steps[-1].loss:.3f} in {len(steps)} steps; "
         f"adapter in {run / 'adapter'}"
@@ -209,7 +208,7 @@ def train_twin(context: Context) -> Outcome:
             shutil.copyfile(run / name, twin / name)
         shutil.copytree(run / "kernels", twin / "kernels")
     runtime.train(twin.path, progress=context.progress)
-    steps = read_metrics(twin)
+    steps = twin.metrics()
     return Outcome(
         f"loss {steps[0].loss:.3f} -> {steps[-1].loss:.3f} in {len(steps)} steps of the twin "
         f"({shape(made)} on {made.world_size} devices); adapter in {twin / 'adapter'}"
@@ -281,17 +280,3 @@ def devices_are_here(cluster: Cluster) -> bool:
     if here is None or here.type != cluster.device.device_type:
         return False
     return torch.accelerator.device_count() >= cluster.world_size
-
-
-def read_metrics(run: RunDirectory) -> list[StepMetrics]:
-    """The lines of `train/metrics.jsonl`; empty when nothing was trained."""
-    import json
-
-    from analyzers.documents import from_data
-    from runtime.schema import StepMetrics
-
-    path = run / "train/metrics.jsonl"
-    if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [from_data(StepMetrics, json.loads(line), path) for line in lines if line.strip()]
