@@ -169,7 +169,9 @@ def run(
     as_json: JsonOpt = False,
     quiet: QuietOpt = False,
 ) -> None:
-    """The whole job: analyze, map, generate, plan, review, validate, train, report.
+    """The whole job, from model folder to report.
+
+    In order: analyze, map, generate, plan, review, validate, train, report.
 
     Every document lands in the run directory. A killed run goes on with the same command and
     --resume; finished stages are not done twice.
@@ -221,7 +223,10 @@ def analyze(
     as_json: JsonOpt = False,
     quiet: QuietOpt = False,
 ) -> None:
-    """What a model is made of: layers, parameters by part, operators and their cost."""
+    """What a model is made of, and what it costs.
+
+    Layers, parameters by part, operators with their FLOPs.
+    """
     from adapter_agent import terminal as t
     from adapter_agent.job import check_model
     from analyzers import analyze as analyze_model
@@ -249,7 +254,10 @@ def kernels(
     as_json: JsonOpt = False,
     quiet: QuietOpt = False,
 ) -> None:
-    """Map the model's operators to a device, generate the kernels it lacks and prove them."""
+    """Generate and prove the kernels a device lacks.
+
+    Maps each operator of the model first: native, existing, generated or unsupported.
+    """
     from adapter_agent import terminal as t
     from adapter_agent.job import check_model
     from analyzers import analyze as analyze_model
@@ -294,7 +302,10 @@ def plan(
     as_json: JsonOpt = False,
     quiet: QuietOpt = False,
 ) -> None:
-    """The fastest FSDP2 + expert-parallel plan that fits, with memory and time by part."""
+    """The fastest FSDP2 + expert-parallel plan that fits.
+
+    With memory and time by part, alternatives, and why.
+    """
     from adapter_agent import terminal as t
     from adapter_agent.job import Options, make_job
     from analyzers import analyze as analyze_model
@@ -320,7 +331,10 @@ def plan(
 
 @app.command(epilog=_examples("adapt validate runs/first", "adapt validate runs/first --json"))
 def validate(run_dir: RunDirArg, as_json: JsonOpt = False, quiet: QuietOpt = False) -> None:
-    """Prove the plan on the devices that are here: its twin runs a few steps, checks compare."""
+    """Prove the plan on the devices that are here.
+
+    Its twin runs a few steps on them, and each check compares.
+    """
     from adapter_agent import terminal as t
     from analyzers.documents import read_document
     from runtime.schema import ValidationReport
@@ -348,7 +362,10 @@ def train(
     as_json: JsonOpt = False,
     quiet: QuietOpt = False,
 ) -> None:
-    """LoRA-train by the plan where the cluster's devices are here, else write launch scripts."""
+    """LoRA-train by the plan, or write launch scripts.
+
+    It trains where the cluster's devices are here; `--twin` trains the plan's twin instead.
+    """
     needs = ("analysis.json", "plan.json", "kernels/manifest.json")
     if twin:
         from adapter_agent.job import check_unchanged, past_run, require_documents
@@ -385,7 +402,10 @@ def review(
     by: Annotated[str | None, typer.Option(help="Who decides; your login name by default.")] = None,
     why: Annotated[str, typer.Option(help="The reason, for the record.")] = "",
 ) -> None:
-    """Look at the generated kernels and decide, or check that nobody has changed them."""
+    """Decide about the generated kernels, or check them.
+
+    `--check` tells whether anybody has changed them since they were proved.
+    """
     from adapter_agent import review as r
     from adapter_agent.job import past_run, require_documents
     from adapter_agent.terminal import Terminal, stdout_kept_clean
@@ -407,7 +427,10 @@ def review(
 
 @app.command(epilog=_examples("adapt report runs/first"))
 def report(run_dir: RunDirArg) -> None:
-    """Write report.html and report.md again from the documents of a run."""
+    """Write the report of a run again.
+
+    Makes report.html and report.md from the documents that are there.
+    """
     _stage(run_dir, "report", (), True)
     typer.echo(run_dir / "report.html")
 
@@ -429,7 +452,10 @@ def cluster_show(
 
 @app.command(epilog=_examples("adapt doctor", "adapt doctor --json"))
 def doctor(as_json: JsonOpt = False) -> None:
-    """Versions, devices, compilers and memory here, and what a lack of any of them means."""
+    """Versions, devices, compilers, and what is missing.
+
+    Says what a lack of any of them means. Always ends with status 0.
+    """
     from adapter_agent.doctor import examine, picture
     from adapter_agent.terminal import show, stdout_kept_clean
 
