@@ -7,7 +7,8 @@ from analyzers.errors import InputError
 
 
 def test_backends():
-    assert set(backend_names()) >= {"cpu", "h200", "gb200", "ascend-910c"}
+    known = {"cpu", "h100", "h200", "b200", "gb200", "mi300x", "ascend-910c"}
+    assert set(backend_names()) >= known
 
 
 @pytest.mark.parametrize("name", backend_names())

@@ -111,7 +111,7 @@ BAD = {
         changed("device", "h20"),
         "device: 'h20' is not a known backend (did you mean 'h200'?",
     ),
-    "device far from any": (changed("device", "toaster"), "(one of: ascend-910c, cpu"),
+    "device far from any": (changed("device", "toaster"), "(one of: ascend-910c, b200, cpu"),
     "version of the future": (changed("version", 2), "version: 2 is not known (one of: 1)"),
     "a name of two lines": (changed("name", "a\nb"), "name: 'a\\nb' is not a name (use letters"),
     "hostlist too short": (
