@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from analyzers.documents import read_document
 from analyzers.errors import ProofError
@@ -45,14 +46,15 @@ def _import(folder: Path, kernel: Kernel) -> Callable:
     name = f"codegen_kernel_{path.stem}_{kernel.sha256[:12]}"
     module = sys.modules.get(name)
     if module is None:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
+        module = sys.modules[name] = import_file(path, name)
     return getattr(module, kernel.function)
+
+
+def import_file(path: Path, name: str) -> ModuleType:
+    """The file as a module of that name, imported afresh and not entered in `sys.modules`."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 from importlib import metadata
 
+from packaging.version import Version
+
 from analyzers.backends import Backend
 from analyzers.schema import ModelAnalysis, Operator
 from codegen.family import load_specs
@@ -81,7 +83,7 @@ def _fla_fault(name: str, backend: Backend) -> tuple[str, str]:
         return f"{version} has no kernel for {backend.device_type}", query
     hopper = backend.triton.backend == "cuda" and backend.triton.arch == HOPPER
     triton = _version("triton") or "0"
-    if guarded and hopper and (3, 4) <= _numbers(triton) < (3, 7, 1):
+    if guarded and hopper and _is_guarded(triton):
         return f"{version} refuses its backward on Hopper with triton {triton} (#640)", query
     return "", query
 
@@ -93,6 +95,5 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    parts = version.split("+")[0].split(".")[:3]
-    return tuple(int(part) for part in parts if part.isdigit())
+def _is_guarded(triton: str) -> bool:
+    return Version("3.4") <= Version(triton) < Version("3.7.1")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,6 +28,7 @@ def operators_vs_reference(
     """One check a kernel: its output and gradients, in `dtype`, on the inputs of its first call in
     `model` (plain, without kernels); at most twice the error of the reference in that dtype."""
     from codegen import bind, load_kernels
+    from codegen.load import import_file
 
     checks = []
     for loaded in load_kernels(folder):
@@ -37,7 +37,8 @@ def operators_vs_reference(
         calls: list[tuple[tuple, dict]] = []
         with bind(model, [_recording(loaded, calls)]):
             logits_of(model, batch, device)
-        reference = _reference(folder / loaded.kernel.reference, loaded.kernel.function)
+        module = import_file(folder / loaded.kernel.reference, "kernel_reference")
+        reference = getattr(module, loaded.kernel.function)
         checks.append(_compared(loaded, reference, calls, dtype))
     return checks
 
@@ -49,15 +50,6 @@ def _recording(loaded: LoadedKernel, calls: list[tuple[tuple, dict]]) -> LoadedK
         return loaded.function(*args, **kwargs)
 
     return replace(loaded, function=function)
-
-
-def _reference(path: Path, function: str) -> Callable:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, function)
 
 
 def _compared(

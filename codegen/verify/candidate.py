@@ -9,26 +9,17 @@ fresh buffers full of NaN, then of a large number, each between guard bands.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import sys
 from pathlib import Path
 
 import torch
 
+from codegen.load import import_file
 from codegen.verify.cases import Case, Shape, all_cases, make_inputs, run
 
 GUARD = 64  # elements on either side of a buffer
 POISONS = (float("nan"), -1.7e4)
-
-
-def load(path: str):
-    spec = importlib.util.spec_from_file_location("candidate_kernel", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Poison:
@@ -119,7 +110,7 @@ def opcheck(module, shape: Shape, device: str) -> str:
 def main(request_path: str, result_path: str) -> None:
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
     torch.set_num_threads(1)
-    module = load(request["module"])
+    module = import_file(Path(request["module"]), "candidate_kernel")
     shape = Shape(**request["shape"])
     result: dict = {"interpreted": bool(module._INTERPRETED), "cases": {}}
     for name in request["dtypes"]:

@@ -23,7 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from codegen.verify.candidate import load
+from codegen.load import import_file
 from codegen.verify.cases import Shape, all_cases, make_inputs, run
 
 OPTIONS = ("num_warps", "num_stages")
@@ -118,7 +118,7 @@ def compile_one(target: dict, source: ASTSource, options: dict) -> dict:
 def main(request_path: str) -> None:
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
     torch.set_num_threads(1)
-    module = load(request["module"])
+    module = import_file(Path(request["module"]), "candidate_kernel")
     launches = record(module, Shape(**request["shape"]), request["dtypes"])
     print(json.dumps({"launches": Counter(dtype for dtype, *_ in launches)}), flush=True)
     for target in request["targets"]:

@@ -7,7 +7,6 @@ goes on where it stopped.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import queue
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from analyzers.backends import Backend
 from analyzers.documents import to_data, write_text
+from codegen.load import import_file
 from codegen.schema import Gate
 
 STAGES = ("compile", "interpreter", "cpu", "device")  # the longest first
@@ -94,11 +94,10 @@ def _interpreter_is_broken() -> bool:
     """Before 3.7 it fails on loops with a runtime bound under numpy 2.4 (triton#9171)."""
     import numpy
     import triton
+    from packaging.version import Version
 
-    def release(version: str) -> tuple[int, ...]:
-        return tuple(int(part) for part in version.split(".")[:2])
-
-    return release(triton.__version__) < (3, 7) and release(numpy.__version__) >= (2, 4)
+    old = Version(triton.__version__) < Version("3.7")
+    return old and Version(numpy.__version__) >= Version("2.4")
 
 
 def _content(subject: Subject, backend: Backend, stage: str, device: str | None) -> str:
@@ -174,11 +173,7 @@ def run_on(
         result = torch.load(answer, weights_only=True)
     if result["interpreted"] != (stage == "interpreter"):
         return failed("ran in the wrong mode")
-    spec = importlib.util.spec_from_file_location("kernel_reference", subject.reference)
-    assert spec is not None
-    assert spec.loader is not None
-    reference = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(reference)
+    reference = import_file(subject.reference, "kernel_reference")
     return Judge(reference, Shape(**subject.shape), cases).gates(result, dtypes, ran_on)
 
 
