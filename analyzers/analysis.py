@@ -35,7 +35,6 @@ from analyzers.weights import check_weights
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FLOAT32_NAMES = ("A_log", "dt_bias", "e_score_correction_bias")
 FINAL = ("norm", "norm_f", "final_layernorm", "ln_f")  # names of the norm after the last layer
 STORED = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -255,25 +254,19 @@ def _operators(
 
 
 def _float32_names(model: PreTrainedModel) -> list[str]:
-    """Last words of the names of what must stay float32, as the class and the field have it."""
-    kept = {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
-    kept |= {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ()), *FLOAT32_NAMES}
     names = [n for n, _ in model.named_parameters()] + [n for n, _ in model.named_buffers()]
-    return sorted(k for k in kept if any(_names(k, n) for n in names))
-
-
-def _names(kept: str, name: str) -> bool:
-    return f".{kept}." in f".{name}."
+    kept = models.float32_names(model)
+    return sorted(k for k in kept if any(models.is_named(k, n) for n in names))
 
 
 def _dtype(model: PreTrainedModel, checkpoint: CheckpointFolder | None) -> tuple[str, list[str]]:
-    """The dtype that the weights are configured or, failing that, stored in; and a note."""
+    """The dtype that the weights are stored in or, without weights, configured; and a note."""
     stored = [STORED[f] for f in checkpoint.formats if f in STORED] if checkpoint else []
-    configured = model.config.dtype or model.config.get_text_config().dtype
-    if configured is not None and not stored:
-        return str(configured).removeprefix("torch."), []
     if stored:
         return stored[0], []
+    configured = model.config.dtype or model.config.get_text_config().dtype
+    if configured is not None:
+        return str(configured).removeprefix("torch."), []
     return "bfloat16", ["the config names no dtype: bfloat16 is assumed"]
 
 

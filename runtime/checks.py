@@ -235,9 +235,8 @@ def state_memory(model: nn.Module, optimizer: Any, plan: Plan, weights: torch.dt
             counted += local.numel() * (stored if local.dtype == weights else local.element_size())
     for held in optimizer.state.values():
         counted += sum(_local(t).nbytes for t in held.values() if isinstance(t, Tensor) and t.ndim)
-    fullest = torch.tensor(counted / 2**30, dtype=torch.float64)
     everyone = [0.0] * dist.get_world_size()
-    dist.all_gather_object(everyone, float(fullest))
+    dist.all_gather_object(everyone, counted / 2**30)
     memory = plan.predicted.memory_gib
     predicted = memory.frozen_weights + memory.adapters + memory.gradients + memory.optimizer
     measured = max(everyone)

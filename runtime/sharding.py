@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from analyzers.errors import InputError
+from analyzers.models import float32_names, is_named
 from runtime.adapters import layers_name
 from runtime.dispatch import AllGather, AllToAll
 from runtime.experts import experts_of, use_own_experts
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from strategies.schema import Plan
-
-FLOAT32_NAMES = ("A_log", "dt_bias", "e_score_correction_bias")
-"""Last parts of names of what is always float32: decay rates and the router's correction bias."""
 
 
 @dataclass(frozen=True)
@@ -145,15 +143,12 @@ def _shard(
 def keep_float32(model: nn.Module) -> None:
     """Turns the model's float32 islands (router, correction bias, decay rates) to float32, as
     transformers does while it loads. In place, before sharding."""
-    patterns = set(FLOAT32_NAMES)
-    for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
-        patterns |= set(getattr(model, attribute, None) or ())
+    kept = float32_names(model)
     for name, module in model.named_modules():
         for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float32:
                 continue
-            full = f".{name}.{key}"
-            if any(f".{pattern}." in f"{full}." for pattern in patterns):
+            if any(is_named(part, f"{name}.{key}") for part in kept):
                 if isinstance(tensor, nn.Parameter):
                     made = nn.Parameter(tensor.detach().float(), requires_grad=tensor.requires_grad)
                     module._parameters[key] = made

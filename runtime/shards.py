@@ -33,9 +33,13 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int, int]:
 
 def whole(tensor: Tensor) -> Tensor:
     """A copy of the full tensor on the CPU; all ranks call it together."""
+    return full(tensor).to("cpu", copy=True)  # one rank's full tensor is its shard itself
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The full tensor on its device, perhaps this rank's own memory; all ranks call it together."""
     tensor = tensor.detach()
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.to("cpu", copy=True)  # one rank's full tensor is its shard itself
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def tensor_digest(tensor: Tensor) -> str:

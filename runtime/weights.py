@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from analyzers.conversion import Recipe, plan_conversion
 from analyzers.errors import InputError
 from runtime.adapters import is_adapter
-from runtime.shards import local_rows, tensor_digest
+from runtime.shards import full, local_rows, tensor_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,7 +62,7 @@ def load_weights(model: PreTrainedModel, folder: str | Path) -> list[str]:
     tensors which the checkpoint lacks or holds in another shape.
     """
     reader = Reader(folder)
-    state = {n: t for n, t in model.state_dict(keep_vars=True).items() if not is_adapter(n)}
+    state = _base_state(model)
     conversion = plan_conversion(model, reader.tensors, state)
     if conversion.missing:
         missing = ", ".join(conversion.missing[:8])
@@ -78,6 +77,11 @@ def load_weights(model: PreTrainedModel, folder: str | Path) -> list[str]:
         shard.copy_(rows)
     _fill_computed_buffers(model, set(conversion.recipes))
     return conversion.unexpected
+
+
+def _base_state(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights and persistent buffers of the model itself."""
+    return {n: t for n, t in model.state_dict(keep_vars=True).items() if not is_adapter(n)}
 
 
 def _rows(
@@ -135,9 +139,7 @@ def full_tensors(model: nn.Module, *, adapters: bool) -> Iterator[tuple[str, Ten
     CPU. All ranks must walk it together."""
     for name, tensor in model.state_dict(keep_vars=True).items():
         if is_adapter(name) == adapters:
-            tensor = tensor.detach()
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            yield name, whole.cpu()
+            yield name, full(tensor).cpu()
 
 
 def digest(model: nn.Module, *, adapters: bool = False) -> dict[str, str]:
@@ -147,7 +149,7 @@ def digest(model: nn.Module, *, adapters: bool = False) -> dict[str, str]:
 
 def stored_digest(model: PreTrainedModel, reader: Reader) -> dict[str, str]:
     """What `digest` must give: each tensor converted whole, in this process, one at a time."""
-    state = {n: t for n, t in model.state_dict(keep_vars=True).items() if not is_adapter(n)}
+    state = _base_state(model)
     recipes = plan_conversion(model, reader.tensors, state).recipes
     return {
         name: tensor_digest(recipe.convert(reader.whole, model).to(state[name].dtype))

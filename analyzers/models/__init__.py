@@ -20,6 +20,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 MAX_CONFIG_BYTES = 10_000_000
+FLOAT32_NAMES = ("A_log", "dt_bias", "e_score_correction_bias")
+"""Parts of names of what is always float32: decay rates and the router's correction bias."""
+
+
+def float32_names(model: torch.nn.Module) -> set[str]:
+    """Parts of the names of what must stay float32, as the class and the field have it."""
+    kept: set[str] = set(FLOAT32_NAMES)
+    for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+        kept |= set(getattr(model, attribute, None) or ())
+    return kept
+
+
+def is_named(part: str, name: str) -> bool:
+    """Whether `part` is one or more whole words of a dotted name."""
+    return f".{part}." in f".{name}."
 
 
 def load_config(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
