@@ -367,20 +367,7 @@ def train(
     It trains where the cluster's devices are here; `--twin` trains the plan's twin instead.
     """
     needs = ("analysis.json", "plan.json", "kernels/manifest.json")
-    if twin:
-        from adapter_agent.job import check_unchanged, past_run, require_documents
-        from adapter_agent.review import require_not_refused
-        from adapter_agent.stages import train_twin
-        from adapter_agent.terminal import Terminal, stdout_kept_clean
-
-        terminal = Terminal(quiet=quiet)
-        with stdout_kept_clean(), terminal.live(), past_run(run_dir, terminal=terminal) as context:
-            require_documents(context.run, *needs)
-            require_not_refused(context.run)
-            check_unchanged(context)
-            outcome = train_twin(context)
-    else:
-        outcome = _stage(run_dir, "train", needs, quiet)
+    outcome = _stage(run_dir, "train", needs, quiet, twin=twin)
     result = {"state": outcome.state, "note": outcome.note, "run_dir": str(run_dir)}
     _print_json(result) if as_json else typer.echo(f"{outcome.state}: {outcome.note}")
 
@@ -464,11 +451,15 @@ def doctor(as_json: JsonOpt = False) -> None:
     _print_json(found) if as_json else show(picture(found))
 
 
-def _stage(run_dir: Path, name: str, needs: tuple[str, ...], quiet: bool) -> Any:
-    """Runs one stage of a run directory now, whether or not it was done before."""
+def _stage(
+    run_dir: Path, name: str, needs: tuple[str, ...], quiet: bool, *, twin: bool = False
+) -> Any:
+    """Runs one stage of a run directory now, whether or not it was done before; with `twin`, the
+    training of the plan's twin, which is no stage of the run."""
     from adapter_agent.job import check_unchanged, past_run, require_documents
     from adapter_agent.pipeline import run_stage
     from adapter_agent.review import require_not_refused
+    from adapter_agent.stages import train_twin
     from adapter_agent.terminal import Terminal, stdout_kept_clean
 
     terminal = Terminal(quiet=quiet)
@@ -477,7 +468,7 @@ def _stage(run_dir: Path, name: str, needs: tuple[str, ...], quiet: bool) -> Any
         if name != "report":
             require_not_refused(context.run)
             check_unchanged(context)
-        return run_stage(context, name)
+        return train_twin(context) if twin else run_stage(context, name)
 
 
 def _result(context: Context, ending: str) -> dict[str, Any]:

@@ -7,11 +7,10 @@ import getpass
 import shutil
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from adapter_agent.run_directory import RunDirectory, files_of, sha256_file
+from adapter_agent.run_directory import RunDirectory, files_of, now, sha256_file
 from analyzers.documents import document, read_document, write_document, write_text
 from analyzers.errors import AdaptError, ProofError
 
@@ -77,7 +76,7 @@ def write_decision(run: RunDirectory, *, approve: bool, by: str | None, why: str
         decision="approved" if approve else "rejected",
         by=by or getpass.getuser(),
         why=why,
-        time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        time=now(),
         reviewed=reviewed_content(run),
     )
     write_document(decision, run / "review.json")

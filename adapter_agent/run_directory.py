@@ -88,7 +88,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _now() -> str:
+def now() -> str:
+    """UTC, to the second."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
@@ -119,7 +120,7 @@ class RunDirectory:
 
     def event(self, stage: str, event: str, **more: Any) -> None:
         """Appends one line to `events.jsonl`."""
-        line = json.dumps({"time": _now(), "stage": stage, "event": event, **more})
+        line = json.dumps({"time": now(), "stage": stage, "event": event, **more})
         with (self / "events.jsonl").open("a", encoding="utf-8") as f:
             f.write(line + "\n")
 
@@ -202,7 +203,7 @@ def open_run(path: Path, inputs: dict[str, Any], *, resume: bool = False) -> Ite
             _check_same(run, inputs, resume)
         else:
             stages = {name: StageRecord() for name in STAGES}
-            record = RunRecord(started=_now(), inputs=inputs, versions=versions(), stages=stages)
+            record = RunRecord(started=now(), inputs=inputs, versions=versions(), stages=stages)
             write_document(record, run / "run.json")
         yield run
 
