@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from analyzers.costs import Call
 from analyzers.errors import InputError
 from analyzers.graph import BlockGraph, trace_blocks
 from analyzers.schema import (
+    AdapterWork,
     Block,
     Checkpoint,
     Experts,
@@ -27,6 +28,7 @@ from analyzers.schema import (
     Parameters,
     Part,
     PartName,
+    Pass,
     Work,
 )
 from analyzers.structure import Kind, decoder_layers, kinds
@@ -165,7 +167,7 @@ def _block(kind: Kind, calls: list[Call], graph: BlockGraph | None) -> Block:
         parts=[_part(name, count[name], calls) for name in _part_names(count, calls)],
         linears=linears,
         banks=kind.moe.banks if kind.moe else [],
-        graph_nodes=graph.nodes if graph else None,
+        mixer_attributes=kind.mixers[0].attributes if kind.mixers else {},
     )
 
 
@@ -180,15 +182,25 @@ def _part(name: PartName, parameters: int, calls: list[Call]) -> Part:
     return Part(
         name=name,
         parameters=parameters,
-        flops=_sum([call.flops for call in mine]),
-        saved_bytes_per_token=sum(call.saved for call in mine),
+        flops=_sum(call.forward.flops for call in mine),
+        bytes=_sum(call.forward.bytes for call in mine),
+        backward=_sum_passes((call.backward, 1) for call in mine),
+        saved_bytes=_sum(call.saved for call in mine),
+        adapted_saved_bytes=_sum(call.adapter.saved_bytes for call in mine if call.adapter),
     )
 
 
-def _sum(work: list[Work], times: int = 1) -> Work:
-    return Work(
-        per_token=times * sum(w.per_token for w in work),
-        per_pair=times * sum(w.per_pair for w in work),
+def _sum(work: Iterable[Work]) -> Work:
+    return sum(work, Work())
+
+
+def _sum_passes(passes: Iterable[tuple[Pass, int]]) -> Pass:
+    """Each pass as often as it occurs."""
+    pairs = list(passes)
+    return Pass(
+        flops=_sum(p.flops * times for p, times in pairs),
+        bytes=_sum(p.bytes * times for p, times in pairs),
+        bytes_written=_sum(p.bytes_written * times for p, times in pairs),
     )
 
 
@@ -236,12 +248,17 @@ def _operators(
         groups.setdefault(key, []).append((call, times))
     found = []
     for (name, _, site), members in groups.items():
+        forward = _sum_passes((call.forward, times) for call, times in members)
         found.append(
             Operator(
                 name=name,
                 count=sum(times for _, times in members),
-                flops=_sum([_sum([call.flops], times) for call, times in members]),
-                bytes=_sum([_sum([call.bytes], times) for call, times in members]),
+                flops=forward.flops,
+                bytes=forward.bytes,
+                bytes_written=forward.bytes_written,
+                backward=_sum_passes((call.backward, times) for call, times in members),
+                saved_bytes=_sum(call.saved * times for call, times in members),
+                adapter=_adapter(members),
                 weight_bytes=float(
                     costs.ACTIVATION * sum(call.parameters * times for call, times in members)
                 ),
@@ -251,6 +268,17 @@ def _operators(
         )
     # Most work first, at a length where both terms count.
     return sorted(found, key=lambda o: (-o.flops.at(4096), o.name))
+
+
+def _adapter(members: list[tuple[Call, int]]) -> AdapterWork | None:
+    adapted = [(call.adapter, times) for call, times in members if call.adapter]
+    if not adapted:
+        return None
+    return AdapterWork(
+        width=sum(a.width * times for a, times in adapted),
+        matrices=sum(a.matrices * times for a, times in adapted),
+        saved_bytes=_sum(a.saved_bytes * times for a, times in adapted),
+    )
 
 
 def _float32_names(model: PreTrainedModel) -> list[str]:
@@ -345,7 +373,7 @@ def _differences(kind: Kind, calls: list[Call], graph: BlockGraph) -> list[str]:
         for name in COMPARED
         if graph.operators[name] != counted[name]
     ]
-    flops = sum(call.flops.per_token for call in calls if call.operator == "linear")
+    flops = sum(call.forward.flops.per_token for call in calls if call.operator == "linear")
     if not found and flops != graph.linear_flops:
         found.append(
             f"{kind.mixer}+{kind.feed_forward} linears take {graph.linear_flops:.0f} FLOPs a token"

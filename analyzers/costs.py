@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from analyzers.mixers import Attributes, Mixer
-from analyzers.schema import PartName, Site, Work
+from analyzers.schema import AdapterWork, PartName, Pass, Site, Work
 from analyzers.structure import Kind, Moe
 
 CHUNK = 64
@@ -29,11 +29,12 @@ class Call:
 
     operator: str
     part: PartName
-    flops: Work
-    bytes: Work
-    """Activations read and written."""
-    saved: float = 0.0
-    """Bytes a token kept for the backward pass."""
+    forward: Pass
+    backward: Pass = field(default_factory=Pass)
+    """With frozen weights."""
+    saved: Work = field(default_factory=Work)
+    """Kept for the backward pass with frozen weights."""
+    adapter: AdapterWork | None = None
     parameters: int = 0
     attributes: Attributes = field(default_factory=dict)
     site: Site | None = None
@@ -103,9 +104,8 @@ def linear(module: nn.Linear, part: PartName, *, shared_input: bool = False) -> 
     return Call(
         operator="linear",
         part=part,
-        flops=Work(per_token=2 * i * o),
-        bytes=Work(per_token=ACTIVATION * (i + o)),
-        saved=0 if shared_input else ACTIVATION * i,
+        forward=Pass(flops=Work(per_token=2 * i * o), bytes=Work(per_token=ACTIVATION * (i + o))),
+        saved=Work(per_token=0 if shared_input else ACTIVATION * i),
         parameters=sum(p.numel() for p in module.parameters()),
         attributes={"in_features": i, "out_features": o},
     )
@@ -115,8 +115,7 @@ def embedding(vocabulary: int, hidden: int) -> Call:
     return Call(
         operator="embedding",
         part="embedding",
-        flops=Work(),
-        bytes=Work(per_token=2 * ACTIVATION * hidden),
+        forward=Pass(flops=Work(), bytes=Work(per_token=2 * ACTIVATION * hidden)),
         parameters=vocabulary * hidden,
         attributes={"vocabulary": vocabulary, "hidden": hidden},
     )
@@ -131,9 +130,13 @@ def norm(class_name: str, width: int, part: PartName, parameters: int) -> Call:
     return Call(
         operator=operator,
         part=part,
-        flops=Work(per_token=flops * width),
-        bytes=Work(per_token=ACTIVATION * width * (tensors + 1)),
-        saved=(FLOAT32 + ACTIVATION) * width * tensors,  # the float32 copy and the normalised
+        forward=Pass(
+            flops=Work(per_token=flops * width),
+            bytes=Work(per_token=ACTIVATION * width * (tensors + 1)),
+        ),
+        saved=Work(
+            per_token=(FLOAT32 + ACTIVATION) * width * tensors
+        ),  # the float32 copy and the normalised
         parameters=parameters,
         attributes={"width": width},
     )
@@ -145,9 +148,11 @@ def short_convolution(module: nn.Conv1d, part: PartName) -> Call:
     return Call(
         operator="short_convolution",
         part=part,
-        flops=Work(per_token=channels * (2 * taps + 4)),
-        bytes=Work(per_token=2 * ACTIVATION * channels),
-        saved=2 * ACTIVATION * channels,  # its input and what the activation reads
+        forward=Pass(
+            flops=Work(per_token=channels * (2 * taps + 4)),
+            bytes=Work(per_token=2 * ACTIVATION * channels),
+        ),
+        saved=Work(per_token=2 * ACTIVATION * channels),  # its input and what the activation reads
         parameters=sum(p.numel() for p in module.parameters()),
         attributes={"channels": channels, "kernel_size": taps},
     )
@@ -158,9 +163,8 @@ def gated_activation(width: int, part: PartName) -> Call:
     return Call(
         operator="gated_activation",
         part=part,
-        flops=Work(per_token=5 * width),
-        bytes=Work(per_token=3 * ACTIVATION * width),
-        saved=3 * ACTIVATION * width,
+        forward=Pass(flops=Work(per_token=5 * width), bytes=Work(per_token=3 * ACTIVATION * width)),
+        saved=Work(per_token=3 * ACTIVATION * width),
         attributes={"width": width},
     )
 
@@ -171,9 +175,13 @@ def attention_residual(hidden: int, part: PartName, parameters: int) -> Call:
     return Call(
         operator="attention_residual",
         part=part,
-        flops=Work(per_token=8 * starts * hidden),
-        bytes=Work(per_token=ACTIVATION * hidden * (starts + 2)),
-        saved=ACTIVATION * hidden,  # the running sum; the bank is kept once by its blocks
+        forward=Pass(
+            flops=Work(per_token=8 * starts * hidden),
+            bytes=Work(per_token=ACTIVATION * hidden * (starts + 2)),
+        ),
+        saved=Work(
+            per_token=ACTIVATION * hidden
+        ),  # the running sum; the bank is kept once by its blocks
         parameters=parameters,
         attributes={"width": hidden},
     )
@@ -185,9 +193,11 @@ def router(moe: Moe, module: nn.Module) -> Call:
     return Call(
         operator="router",
         part="router",
-        flops=Work(per_token=2 * i * e + 6 * e),
-        bytes=Work(per_token=ACTIVATION * i + FLOAT32 * e + 8 * moe.top_k),
-        saved=FLOAT32 * (i + e),
+        forward=Pass(
+            flops=Work(per_token=2 * i * e + 6 * e),
+            bytes=Work(per_token=ACTIVATION * i + FLOAT32 * e + 8 * moe.top_k),
+        ),
+        saved=Work(per_token=FLOAT32 * (i + e)),
         parameters=sum(p.numel() for p in module.parameters()),
         attributes={"experts": e, "top_k": moe.top_k, "in_features": i},
     )
@@ -201,10 +211,12 @@ def experts(moe: Moe, module: nn.Module) -> Call:
     return Call(
         operator="experts",
         part="routed_experts",
-        flops=Work(per_token=k * (2 * matrices + 5 * i + 2 * h)),
-        bytes=Work(per_token=ACTIVATION * k * (2 * h + 2 * up + 2 * i)),
+        forward=Pass(
+            flops=Work(per_token=k * (2 * matrices + 5 * i + 2 * h)),
+            bytes=Work(per_token=ACTIVATION * k * (2 * h + 2 * up + 2 * i)),
+        ),
         # Of each visit: input, up output, activation, its product with the gate, down output.
-        saved=ACTIVATION * k * (2 * h + up + 2 * i),
+        saved=Work(per_token=ACTIVATION * k * (2 * h + up + 2 * i)),
         parameters=sum(p.numel() for p in module.parameters()),
         attributes={
             "experts": moe.count,
@@ -274,8 +286,10 @@ def sparse_attention(mixer: Mixer) -> list[Call]:
     indexer = Call(
         operator="indexer",
         part="mixer",
-        flops=Work(per_pair=2 * index_heads * dim + 3 * index_heads),
-        bytes=Work(per_token=ACTIVATION * (index_heads + 1) * dim + 4 * top_k),
+        forward=Pass(
+            flops=Work(per_pair=2 * index_heads * dim + 3 * index_heads),
+            bytes=Work(per_token=ACTIVATION * (index_heads + 1) * dim + 4 * top_k),
+        ),
         attributes={"heads": index_heads, "key_dim": dim, "top_k": top_k},
     )
     return [indexer, _mixing(mixer, attention, read, ACTIVATION * heads * v + FLOAT32 * heads)]
@@ -286,9 +300,8 @@ def _mixing(mixer: Mixer, flops: Work, read: float, written: float) -> Call:
     return Call(
         operator=mixer.operator,
         part="mixer",
-        flops=flops,
-        bytes=Work(per_token=read + written),
-        saved=read + written,
+        forward=Pass(flops=flops, bytes=Work(per_token=read + written)),
+        saved=Work(per_token=read + written),
         attributes=mixer.attributes,
         site=mixer.site,
     )

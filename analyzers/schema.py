@@ -1,11 +1,13 @@
 """ModelAnalysis: what a model is made of and what each part costs (`analysis.json`).
 
-Units: parameters and bytes are counts; `flops` count a multiply-add as two. Work is for the forward
-pass of one sequence unless a name says otherwise.
+Units: parameters and bytes are counts. `flops` count matrix products, a multiply-add as two, as
+`torch.utils.flop_counter` does; what an operator does element by element is bound by memory and is
+priced through its bytes. Activations are bfloat16 unless a docstring says otherwise.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import field
 from typing import Literal
 
@@ -29,16 +31,72 @@ PartName = Literal[
 
 @document
 class Work:
-    """A quantity that grows with T, the tokens of one sequence: `per_token * T + per_pair * T**2`.
+    """A quantity that grows with the lengths T of the documents in a batch, summed over them:
 
-    `per_pair` counts full squares; a causal kernel that skips the upper half does half of it.
+    `per_token * T + per_pair * T**2 + sum over w of per_window[w] * T * min(T, w)`
+
+    `per_pair` counts full squares, `per_window` full windows (or top k): a causal kernel that skips
+    what lies ahead does half of the pairs. Batch and packing enter through the documents: 4 x 4096
+    tokens are four documents, and one row that packs 3 of them counts as those 3.
     """
 
     per_token: float = 0.0
     per_pair: float = 0.0
+    per_window: dict[int, float] = field(default_factory=dict)
+
+    def over(self, lengths: Iterable[int]) -> float:
+        """For documents of these lengths, in tokens."""
+        return sum(self.at(length) for length in lengths)
 
     def at(self, sequence_length: int) -> float:
-        return self.per_token * sequence_length + self.per_pair * sequence_length**2
+        """For one document."""
+        t = sequence_length
+        windows = sum(value * t * min(t, w) for w, value in self.per_window.items())
+        return self.per_token * t + self.per_pair * t**2 + windows
+
+    def __add__(self, other: Work) -> Work:
+        windows = {
+            w: self.per_window.get(w, 0.0) + other.per_window.get(w, 0.0)
+            for w in sorted(self.per_window.keys() | other.per_window.keys())
+        }
+        return Work(
+            per_token=self.per_token + other.per_token,
+            per_pair=self.per_pair + other.per_pair,
+            per_window=windows,
+        )
+
+    def __mul__(self, times: float) -> Work:
+        return Work(
+            per_token=self.per_token * times,
+            per_pair=self.per_pair * times,
+            per_window={w: value * times for w, value in self.per_window.items()},
+        )
+
+
+@document
+class Pass:
+    """What one direction of an operator does, weights not counted in the bytes."""
+
+    flops: Work = Work()
+    bytes: Work = Work()
+    """Activations and their gradients, read and written."""
+    bytes_written: Work = Work()
+    """The written share of `bytes`."""
+
+
+@document
+class AdapterWork:
+    """What low-rank adapters on all weight matrices of an operator would add, at rank r:
+
+    FLOPs a token: `2 * r * width` forward, `4 * r * width` backward. Kept for the backward pass:
+    `saved_bytes`, and `2 * r` bytes a token for each of the `matrices`.
+    """
+
+    width: float
+    """Sum of in + out over the matrices that one token passes (`top_k` experts of a bank)."""
+    matrices: float
+    saved_bytes: Work
+    """Inputs of the matrices, which frozen weights do not need; shared inputs count once."""
 
 
 @document
@@ -53,7 +111,8 @@ class Site:
 
 @document
 class Operator:
-    """One operator of the model, summed over all layers that use it in the same shape."""
+    """One operator of the model, summed over all calls in the same shape. `flops` to
+    `bytes_written` are the forward pass."""
 
     name: str
     """Normalised name: `kda`, `gated_delta_rule`, `scaled_dot_product_attention`, `experts`,
@@ -61,10 +120,18 @@ class Operator:
     count: int
     """Calls in one forward pass of the model."""
     flops: Work
-    """Of all calls together."""
     bytes: Work
-    """Activations read and written by all calls together, in the checkpoint's compute dtype."""
+    """Activations read and written."""
+    bytes_written: Work = Work()
+    """The written share of `bytes`."""
+    backward: Pass = Pass()
+    """With frozen weights: gradients of the inputs alone."""
+    saved_bytes: Work = Work()
+    """Kept for that backward pass by a fused kernel of the operator."""
+    adapter: AdapterWork | None = None
+    """None when the operator has no matrix to adapt."""
     weight_bytes: float = 0.0
+    """Of the weights that are read, as bfloat16."""
     attributes: dict[str, int | float | str | bool] = field(default_factory=dict)
     """Shape and variant, e.g. `{"heads": 4, "key_dim": 32, "value_dim": 32}`."""
     site: Site | None = None
@@ -78,8 +145,14 @@ class Part:
     parameters: int
     flops: Work
     """Forward; routed experts count the `top_k` experts that a token visits."""
-    saved_bytes_per_token: float
-    """Activations kept for the backward pass when nothing is recomputed, bf16."""
+    bytes: Work = Work()
+    """Activations read and written in forward."""
+    backward: Pass = Pass()
+    """With frozen weights."""
+    saved_bytes: Work = Work()
+    """Kept for the backward pass when nothing is recomputed and all weights are frozen."""
+    adapted_saved_bytes: Work = Work()
+    """What is kept besides when every weight matrix of the part is adapted."""
 
 
 @document
@@ -105,6 +178,53 @@ class ExpertBank:
 
 
 @document
+class GraphNode:
+    """One call in the graph of a block, after canonicalisation."""
+
+    name: str
+    """Unique in the graph."""
+    operator: str
+    """Normalised name, or the ATen name of what has none."""
+    path: str
+    """Module in the block that calls it, e.g. `self_attn.q_proj`."""
+    part: PartName
+    inputs: list[str]
+    """Names of nodes; what comes from outside the block is not listed."""
+    region: str | None = None
+
+
+@document
+class Region:
+    """Calls that one kernel could do together."""
+
+    name: str
+    """Unique in the graph, e.g. `norm_projection_0`."""
+    kind: Literal[
+        "pointwise_chain",
+        "norm_gate",
+        "norm_projection",
+        "attention_norm_gate_projection",
+        "gated_activation",
+        "residual_mixing",
+    ]
+    nodes: list[str]
+    bytes_avoided: Work
+    """Forward traffic of the intermediates, written once and read once by each reader inside."""
+
+
+@document
+class Graph:
+    """The traced graph of one block."""
+
+    nodes: list[GraphNode]
+    regions: list[Region] = field(default_factory=list)
+    dynamic: list[Literal["batch", "sequence"]] = field(default_factory=list)
+    """Dimensions that stayed symbolic in the export."""
+    backward: dict[str, int] = field(default_factory=dict)
+    """Calls by operator in the graph of the LoRA backward pass."""
+
+
+@document
 class Block:
     """One distinct kind of layer, analysed once however often it occurs."""
 
@@ -113,12 +233,17 @@ class Block:
     module_class: str
     layers: list[int]
     mixer: str
+    mixer_attributes: dict[str, int | float | str | bool] = field(default_factory=dict)
+    """Shape and variant of the mixer: heads, widths, window, rope, gate, indexer, ..."""
     feed_forward: Literal["dense", "moe", "none"]
     parts: list[Part]
     linears: list[Linear]
     banks: list[ExpertBank]
-    graph_nodes: int | None = None
-    """Nodes of the traced graph; None when the block was not traced."""
+    saved_from: Literal["graph", "formula"] = "formula"
+    """Whether `saved_bytes` of the parts were measured on the graph, as autograd keeps them for
+    the model's own code around the large operators, or summed from the operators' formulas."""
+    graph: Graph | None = None
+    """None when the block was not traced."""
 
 
 @document
@@ -131,6 +256,23 @@ class Layer:
 
 
 @document
+class Router:
+    scoring: str
+    """`softmax, sigmoid, sqrtsoftplus, hash, ...`; `unknown` where nothing says it."""
+    input_size: int
+    """Width that the router reads; equals the experts' `hidden_size` unless they are latent."""
+    correction_bias: bool = False
+    """Whether a bias that is not trained by the loss corrects the choice (aux-free balancing)."""
+    groups: int = 1
+    top_k_groups: int = 1
+    renormalize: bool = False
+    """Whether the weights of the chosen experts are scaled to sum to one."""
+    scaling: float = 1.0
+    auxiliary_loss: float = 0.0
+    """Coefficient of a balancing loss; 0 for none."""
+
+
+@document
 class Experts:
     count: int
     top_k: int
@@ -140,14 +282,74 @@ class Experts:
     intermediate_size: int
     router_input_size: int
     """Width that the router reads; equals `hidden_size` unless the experts are latent."""
+    shared_intermediate_size: int = 0
+    """Of all shared experts together."""
+    activation: str = "unknown"
+    """As the config names it: `silu`, `situ`, `relu2`, ..."""
+    gated: bool = True
+    zero_experts: int = 0
+    """Choices that compute nothing (identity or zero), besides `count`."""
+    layout: Literal["stacked", "module_list"] = "stacked"
+    """How the model's code holds them: one 3-D parameter a bank, or a list of modules."""
+    weight_format: str = "bf16"
+    """As stored, or as the config says: `bf16, fp32, mxfp4, fp8, int4, nvfp4`."""
+    router: Router | None = None
+
+
+@document
+class Tower:
+    """A part of a multimodal model that is not the decoder."""
+
+    kind: Literal["vision", "audio", "projector"]
+    parameters: int | None
+    """None when it is only named by the config."""
+    built: bool
+    """False when the class here builds the text model alone."""
+
+
+@document
+class MultiToken:
+    """Multi-token-prediction layers after the decoder."""
+
+    layers: int
+    parameters: int | None
+    """None when nothing tells their size."""
+    built: bool
+    """False when they are in the checkpoint or config but not in the class."""
+
+
+@document
+class Residual:
+    """What layers hand to one another, and where a pipeline may cut."""
+
+    kind: Literal["plain", "attention_residual", "hyper_connection"]
+    streams: int = 1
+    """Hidden states that are carried at once."""
+    carried_bytes_per_token: float
+    """Between two layers, the largest over the depth, bf16."""
+    cut_multiple: int = 1
+    """Stages may begin only at layers whose index is a multiple of it."""
 
 
 @document
 class Parameters:
     total: int
     active: int
-    """Used by one token: everything but the routed experts that it does not visit."""
+    """Used by one token: everything but the routed experts that it does not visit and, since a
+    token reads one row of it, the embedding table (unless it is also the head)."""
     routed_experts: int
+    embedding: int = 0
+    """Of the token embedding table."""
+
+
+@document
+class Difference:
+    """A tensor that is not as the config says."""
+
+    tensor: str
+    """As the checkpoint names it; where it is missing, as the model does."""
+    kind: Literal["missing", "unexpected", "shape", "dtype"]
+    detail: str
 
 
 @document
@@ -156,6 +358,10 @@ class Checkpoint:
     formats: dict[str, int]
     """Bytes by stored dtype, e.g. `{"BF16": 8388608}`."""
     shards: int
+    packed: dict[str, int] = field(default_factory=dict)
+    """Bytes by packed format, scales included: `mxfp4, fp8, int4, nvfp4`."""
+    differences: list[Difference] = field(default_factory=list)
+    """What is unusual and harmless; what is wrong is an error."""
 
 
 @document
@@ -172,6 +378,8 @@ class ModelAnalysis:
     vocab_size: int
     max_sequence_length: int | None = None
     tied_embeddings: bool = False
+    tied_weights: list[list[str]] = field(default_factory=list)
+    """Groups of parameter names that are one tensor."""
     parameters: Parameters
     checkpoint: Checkpoint | None
     """None when the folder has no weights (planning only)."""
@@ -180,6 +388,9 @@ class ModelAnalysis:
     outer: list[Part]
     """What lies outside the blocks: embedding, head, final norm, vision tower."""
     experts: Experts | None
+    residual: Residual | None = None
+    towers: list[Tower] = field(default_factory=list)
+    multi_token: MultiToken | None = None
     operators: list[Operator]
     float32_parameters: list[str] = field(default_factory=list)
     """Names that must stay float32 (`A_log`, `dt_bias`, router correction bias)."""

@@ -181,7 +181,7 @@ def _part_seconds(part: Part, c: Candidate, known: Rates) -> tuple[float, float]
     weights = part.parameters * dtype
     if part.name == "routed_experts":
         weights /= c.parallelism.ep
-    activations = ACTIVATION_TRAFFIC * c.tokens * part.saved_bytes_per_token * dtype / 2
+    activations = ACTIVATION_TRAFFIC * c.tokens * part.saved_bytes.at(1) * dtype / 2
     memory_seconds = (weights + activations) / known.bandwidth
     forward, backward = _flops(part, c)
     return max(forward / known.flops, memory_seconds), max(backward / known.flops, memory_seconds)

@@ -106,7 +106,7 @@ def _kind(block: Block, lora: Lora, top_k: int) -> Kind:
         parts=tuple(block.parts),
         dense_parameters=sum(p.parameters for p in block.parts) - routed,
         routed_parameters=routed,
-        saved_bytes_per_token=sum(p.saved_bytes_per_token for p in block.parts),
+        saved_bytes_per_token=sum(p.saved_bytes.at(1) for p in block.parts),
         dense_adapter=lora.rank * dense,
         expert_adapter=lora.rank * all_experts,
         visited_width=dense + top_k * one_expert,

@@ -32,7 +32,7 @@ from strategies.schema import (
 
 
 def _part(name: str, parameters: int) -> Part:
-    return Part(name=name, parameters=parameters, flops=Work(), saved_bytes_per_token=0.0)
+    return Part(name=name, parameters=parameters, flops=Work())
 
 
 def layers(pattern: str) -> list[Layer]:

@@ -21,7 +21,7 @@ def part(name, parameters, saved=0.0, per_pair=0.0, active=None):
     """A part whose arithmetic is two operations per (visited) weight and token."""
     visited = parameters if active is None else active
     flops = Work(per_token=2.0 * visited, per_pair=per_pair)
-    return Part(name=name, parameters=parameters, flops=flops, saved_bytes_per_token=saved)
+    return Part(name=name, parameters=parameters, flops=flops, saved_bytes=Work(per_token=saved))
 
 
 def moe_parts(hidden, width, intermediate, count, top_k, shared_width):
@@ -106,7 +106,7 @@ def make_k3() -> ModelAnalysis:
         block("mla+moe", mla, [mla_mixer, *moe], mla_lines, experts),
     ]
     outer = [
-        Part(name="embedding", parameters=vocab * hidden, flops=Work(), saved_bytes_per_token=0.0),
+        Part(name="embedding", parameters=vocab * hidden, flops=Work()),
         part("head", vocab * hidden),
         part("vision", 401_000_000),
     ]
@@ -170,7 +170,7 @@ def make_tiny(count=16, top_k=4, hidden=128, inner=48, layers=8, vocab=512) -> M
         ),
     ]
     outer = [
-        Part(name="embedding", parameters=vocab * hidden, flops=Work(), saved_bytes_per_token=0.0),
+        Part(name="embedding", parameters=vocab * hidden, flops=Work()),
         part("head", vocab * hidden),
     ]
     routed = (layers - 1) * count * 3 * hidden * inner
