@@ -54,6 +54,14 @@ class Work:
         windows = sum(value * t * min(t, w) for w, value in self.per_window.items())
         return self.per_token * t + self.per_pair * t**2 + windows
 
+    def causal(self, sequence_length: int) -> float:
+        """For one document when a token meets only those before it: half of the squares, and of
+        windows what lies behind the token."""
+        t = sequence_length
+        seen = {w: t * min(t, w) - min(t, w) ** 2 / 2 for w in self.per_window}
+        windows = sum(value * seen[w] for w, value in self.per_window.items())
+        return self.per_token * t + self.per_pair * t**2 / 2 + windows
+
     def __add__(self, other: Work) -> Work:
         windows = {
             w: self.per_window.get(w, 0.0) + other.per_window.get(w, 0.0)

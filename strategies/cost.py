@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from analyzers.backends import Backend, Fact
 from analyzers.errors import InputError
-from analyzers.schema import Part
+from analyzers.schema import Part, Work
 from strategies import collectives
 from strategies.cluster import Cluster, Group
 from strategies.collectives import Timing
@@ -29,10 +29,6 @@ from strategies.workload import Kind, Workload
 
 PEAK_SHARE = {"matmul": 0.7, "memory": 0.85}
 """Where only the vendor's peak is known. Achieved on H200: 690 of 989 TFLOPS, 4260 of 4800 GB/s."""
-CAUSAL_SHARE = 0.5
-"""A causal kernel skips the upper half of the score matrix."""
-ACTIVATION_TRAFFIC = 2
-"""Each activation that is kept is written once and read once in a pass."""
 OPTIMIZER_BYTES = 28
 """AdamW per parameter: weight, gradient and two moments read, weight and moments written."""
 
@@ -159,18 +155,15 @@ def lower_bound(work: Workload, c: Candidate, known: Rates) -> float:
 
 
 def _flops(part: Part, c: Candidate) -> tuple[float, float]:
-    """Forward and backward of one micro-batch.
+    """Forward and backward of one micro-batch: the base is frozen, so weights have no gradient.
 
-    The base is frozen, so a matmul with weights has only an input gradient (1 x forward, not 2 x).
-    Work that grows with the square of the sequence has no weights and two gradients (2 x).
-    Images are not part of the job, so the vision tower computes nothing.
+    A causal kernel skips the upper half of the score matrix. Images are not part of the job, so the
+    vision tower computes nothing.
     """
     if part.name == "vision":
         return 0.0, 0.0
-    t = c.sequence_length
-    linear = part.flops.per_token * t * c.micro_batch_size
-    pairs = CAUSAL_SHARE * part.flops.per_pair * t * t * c.micro_batch_size
-    return linear + pairs, linear + 2 * pairs
+    t, n = c.sequence_length, c.micro_batch_size
+    return n * part.flops.causal(t), n * part.backward.flops.causal(t)
 
 
 def _part_seconds(part: Part, c: Candidate, known: Rates) -> tuple[float, float]:
@@ -181,10 +174,14 @@ def _part_seconds(part: Part, c: Candidate, known: Rates) -> tuple[float, float]
     weights = part.parameters * dtype
     if part.name == "routed_experts":
         weights /= c.parallelism.ep
-    activations = ACTIVATION_TRAFFIC * c.tokens * part.saved_bytes.at(1) * dtype / 2
-    memory_seconds = (weights + activations) / known.bandwidth
+    scale = c.micro_batch_size * dtype / 2
     forward, backward = _flops(part, c)
-    return max(forward / known.flops, memory_seconds), max(backward / known.flops, memory_seconds)
+
+    def seconds(flops: float, activations: Work) -> float:
+        moved = weights + scale * activations.at(c.sequence_length)
+        return max(flops / known.flops, moved / known.bandwidth)
+
+    return seconds(forward, part.bytes), seconds(backward, part.backward.bytes)
 
 
 def _block_compute(kind: Kind, work: Workload, c: Candidate, known: Rates) -> tuple[float, float]:

@@ -134,13 +134,12 @@ def _activations(work: Workload, c: Candidate) -> float:
     Tensor parallelism is not searched yet; expert parallelism divides nothing here.
     """
     scale = COMPUTE_BYTES[c.compute_dtype] / 2
-    saved = [kind.saved_bytes_per_token * scale for kind in work.kinds]
+    sequences = c.micro_batch_size / c.parallelism.cp
+    saved = [scale * sequences * k.saved_bytes.at(c.sequence_length) for k in work.kinds]
     if c.activation_checkpointing == "none":
-        per_token = sum(s * kind.layers for s, kind in zip(saved, work.kinds, strict=True))
-    else:
-        inputs = work.layers * work.hidden_size * COMPUTE_BYTES[c.compute_dtype]
-        per_token = inputs + max(saved, default=0.0)
-    return c.tokens * per_token
+        return sum(s * kind.layers for s, kind in zip(saved, work.kinds, strict=True))
+    inputs = work.layers * work.layer_input_bytes + work.shared_input_bytes
+    return c.tokens * scale * inputs + max(saved, default=0.0)
 
 
 def _dispatch(work: Workload, c: Candidate) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from analyzers.schema import Block, ModelAnalysis, Part
+from analyzers.schema import Block, ModelAnalysis, Part, Work
 from strategies.schema import Lora
 
 PART_OF_TARGET = {
@@ -14,6 +14,7 @@ PART_OF_TARGET = {
     "dense": "dense",
     "latent_projection": "latent_projection",
 }
+BFLOAT16 = 2
 DEFAULT_CALLS = 40
 """Kernels of one layer's forward where the analysis lists no operators."""
 
@@ -29,8 +30,8 @@ class Kind:
     """Everything but the routed experts: sharded over fsdp."""
     routed_parameters: int
     """Sharded over ep, then efsdp."""
-    saved_bytes_per_token: float
-    """All activations kept for backward, bf16."""
+    saved_bytes: Work
+    """All activations kept for backward, bf16, those that adapters need included."""
     dense_adapter: int
     """Parameters of the low-rank factors of linear layers: r * (in + out) each."""
     expert_adapter: int
@@ -56,6 +57,11 @@ class Workload:
     top_k: int
     expert_width: int
     """Width of a dispatched token: the latent width where the experts are latent."""
+    layer_input_bytes: float
+    """Kept per token for each layer that is recomputed: its own input, bf16."""
+    shared_input_bytes: float
+    """Kept per token once for all layers: what they hand on unchanged, such as the bank of block
+    starts of attention residuals."""
 
     @property
     def dense_parameters(self) -> int:
@@ -78,6 +84,7 @@ def workload(analysis: ModelAnalysis, lora: Lora) -> Workload:
     experts = analysis.experts
     layers = sum(len(b.layers) for b in analysis.blocks)
     calls = sum(o.count for o in analysis.operators) or DEFAULT_CALLS * layers
+    own, shared = _handed_on(analysis)
     return Workload(
         kinds=tuple(_kind(b, lora, experts.top_k if experts else 0) for b in analysis.blocks),
         outer=tuple(analysis.outer),
@@ -90,7 +97,20 @@ def workload(analysis: ModelAnalysis, lora: Lora) -> Workload:
         experts=experts.count if experts else 0,
         top_k=experts.top_k if experts else 0,
         expert_width=experts.hidden_size if experts else 0,
+        layer_input_bytes=own,
+        shared_input_bytes=shared,
     )
+
+
+def _handed_on(analysis: ModelAnalysis) -> tuple[float, float]:
+    """Bytes a token that each layer keeps as its own input, and that all layers share."""
+    hidden = float(BFLOAT16 * analysis.hidden_size)
+    residual = analysis.residual
+    if residual is None or residual.kind == "plain":
+        return hidden, 0.0
+    if residual.kind == "attention_residual":
+        return hidden, residual.carried_bytes_per_token - hidden
+    return residual.carried_bytes_per_token, 0.0
 
 
 def _kind(block: Block, lora: Lora, top_k: int) -> Kind:
@@ -100,13 +120,16 @@ def _kind(block: Block, lora: Lora, top_k: int) -> Kind:
     one_expert = sum(bank.in_features + bank.out_features for bank in banks)
     all_experts = sum(bank.count * (bank.in_features + bank.out_features) for bank in banks)
     routed = sum(p.parameters for p in block.parts if p.name == "routed_experts")
+    inputs = [p.adapted_saved_bytes for p in block.parts if p.name in adapted]
+    visited = sum(x.part in adapted for x in block.linears) + top_k * len(banks)
+    ranks = Work(per_token=float(BFLOAT16 * lora.rank * visited))
     return Kind(
         name=block.kind,
         layers=len(block.layers),
         parts=tuple(block.parts),
         dense_parameters=sum(p.parameters for p in block.parts) - routed,
         routed_parameters=routed,
-        saved_bytes_per_token=sum(p.saved_bytes.at(1) for p in block.parts),
+        saved_bytes=sum((p.saved_bytes for p in block.parts), sum(inputs, ranks)),
         dense_adapter=lora.rank * dense,
         expert_adapter=lora.rank * all_experts,
         visited_width=dense + top_k * one_expert,
@@ -115,11 +138,4 @@ def _kind(block: Block, lora: Lora, top_k: int) -> Kind:
 
 def packed_experts_of(analysis: ModelAnalysis) -> bool:
     """Whether the experts are stored as MXFP4, so that they may stay packed in memory."""
-    stored = analysis.checkpoint.formats if analysis.checkpoint else {}
-    if any(name.upper() in ("F4", "MXFP4", "F4_E2M1") for name in stored):
-        return True
-    said = [
-        *analysis.notes,
-        *(str(o.attributes.get("weight_format", "")) for o in analysis.operators),
-    ]
-    return any("mxfp4" in text.lower() for text in said)
+    return analysis.experts is not None and analysis.experts.weight_format == "mxfp4"

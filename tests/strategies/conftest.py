@@ -13,6 +13,7 @@ from analyzers.schema import (
     Operator,
     Parameters,
     Part,
+    Pass,
     Work,
 )
 
@@ -20,8 +21,17 @@ from analyzers.schema import (
 def part(name, parameters, saved=0.0, per_pair=0.0, active=None):
     """A part whose arithmetic is two operations per (visited) weight and token."""
     visited = parameters if active is None else active
-    flops = Work(per_token=2.0 * visited, per_pair=per_pair)
-    return Part(name=name, parameters=parameters, flops=flops, saved_bytes=Work(per_token=saved))
+    return Part(
+        name=name,
+        parameters=parameters,
+        flops=Work(per_token=2.0 * visited, per_pair=per_pair),
+        bytes=Work(per_token=2 * saved),
+        backward=Pass(
+            flops=Work(per_token=2.0 * visited, per_pair=2 * per_pair),
+            bytes=Work(per_token=2 * saved),
+        ),
+        saved_bytes=Work(per_token=saved),
+    )
 
 
 def moe_parts(hidden, width, intermediate, count, top_k, shared_width):
@@ -134,6 +144,7 @@ def make_k3() -> ModelAnalysis:
         blocks=blocks,
         outer=outer,
         experts=Experts(
+            weight_format="mxfp4",
             count=count,
             top_k=top_k,
             shared=2,
@@ -148,7 +159,6 @@ def make_k3() -> ModelAnalysis:
                 count=92,
                 flops=Work(),
                 bytes=Work(),
-                attributes={"weight_format": "mxfp4"},
             ),
         ],
     )

@@ -73,7 +73,7 @@ def test_packed_experts_are_offered_only_where_they_are_stored_packed(k3):
     packed = search(k3, cluster, job(), packed_experts=True)
     assert packed.expert_weight_format == "mxfp4"
     assert packed.predicted.memory_gib.frozen_weights * 2**30 == pytest.approx(12.2e9, rel=0.01)
-    plain = replace(k3, operators=[replace(o, attributes={}) for o in k3.operators])
+    plain = replace(k3, experts=replace(k3.experts, weight_format="bf16"))
     assert search(plain, cluster, job(), packed_experts=True).expert_weight_format == "bf16"
 
 
