@@ -4,9 +4,10 @@
     python examples/make.py --check    makes them in a temporary folder and compares the bytes
 
 The models are tiny and random: they have every mechanism of the released ones (layer mix, router,
-shared expert, key names, stored dtypes), not their knowledge. Each weight is drawn from a counter
-generator keyed by its own name, in integer arithmetic, so neither the order of creation nor the
-number of threads nor the math library changes a bit.
+shared expert, key names, stored dtypes), not their knowledge. Their `config.json`, in the released
+form, is written by hand; this script makes the weights and the tokenizer for it. Each weight is
+drawn from a counter generator keyed by its own name, in integer arithmetic, so neither the order of
+creation nor the number of threads nor the math library changes a bit.
 """
 
 from __future__ import annotations
@@ -28,97 +29,7 @@ VOCAB = 512
 PAD, USER, ASSISTANT, SYSTEM, END = range(5)
 SPECIAL = ["<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
 
-# The released form of the config (1-indexed layer lists), as on the model's hub page.
-TINY_KIMI_LINEAR = {
-    "architectures": ["KimiLinearForCausalLM"],
-    "bos_token_id": None,
-    "dtype": "bfloat16",
-    "eos_token_id": END,
-    "first_k_dense_replace": 1,
-    "hidden_act": "silu",
-    "hidden_size": 128,
-    "initializer_range": 0.02,
-    "intermediate_size": 256,
-    "kv_lora_rank": 32,
-    "linear_attn_config": {
-        "full_attn_layers": [4, 8],
-        "head_dim": 32,
-        "kda_layers": [1, 2, 3, 5, 6, 7],
-        "num_heads": 4,
-        "short_conv_kernel_size": 4,
-    },
-    "mla_use_nope": True,
-    "model_max_length": 4096,
-    "model_type": "kimi_linear",
-    "moe_intermediate_size": 48,
-    "moe_layer_freq": 1,
-    "moe_renormalize": True,
-    "moe_router_activation_func": "sigmoid",
-    "num_attention_heads": 4,
-    "num_expert_group": 1,
-    "num_experts": 16,
-    "num_experts_per_token": 4,
-    "num_hidden_layers": 8,
-    "num_key_value_heads": 4,
-    "num_nextn_predict_layers": 0,
-    "num_shared_experts": 1,
-    "pad_token_id": PAD,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 10000.0,
-    "routed_scaling_factor": 2.446,
-    "tie_word_embeddings": False,
-    "topk_group": 1,
-    "use_cache": True,
-    "use_grouped_topk": True,
-    "v_head_dim": 32,
-    "vocab_size": VOCAB,
-}
-
-TINY_QWEN3_NEXT = {
-    "architectures": ["Qwen3NextForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": None,
-    "decoder_sparse_step": 1,
-    "dtype": "bfloat16",
-    "eos_token_id": END,
-    "full_attention_interval": 4,
-    "head_dim": 32,
-    "hidden_act": "silu",
-    "hidden_size": 128,
-    "initializer_range": 0.02,
-    "intermediate_size": 256,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_value_head_dim": 32,
-    "max_position_embeddings": 4096,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_next",
-    "moe_intermediate_size": 48,
-    "norm_topk_prob": True,
-    "num_attention_heads": 4,
-    "num_experts": 16,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 8,
-    "num_key_value_heads": 2,
-    "output_router_logits": False,
-    "pad_token_id": PAD,
-    "partial_rotary_factor": 0.25,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 10000.0,
-    "router_aux_loss_coef": 0.001,
-    "shared_expert_intermediate_size": 48,
-    "tie_word_embeddings": False,
-    "use_cache": True,
-    "vocab_size": VOCAB,
-}
-
-MODELS = {"tiny-kimi-linear": TINY_KIMI_LINEAR, "tiny-qwen3-next": TINY_QWEN3_NEXT}
+MODELS = ("tiny-kimi-k3", "tiny-kimi-linear", "tiny-qwen3-next")
 
 # The task: name the class of a thing. The answer depends on the prompt and has little else in it,
 # so that a small adapter on a random frozen model can learn it and a falling loss means something:
@@ -201,9 +112,12 @@ def uniform(name: str, shape: tuple[int, ...], low: float, high: float) -> np.nd
     return (low + (high - low) * raw.astype(np.float64) / 2**24).astype(np.float32).reshape(shape)
 
 
-def weight(name: str, shape: tuple[int, ...], *, zero_centred_norm: bool) -> np.ndarray:
+def weight(name: str, shape: tuple[int, ...], model_type: str) -> np.ndarray:
     """The value of one parameter, by the last words of its name: float32, `shape`."""
     last = name.rsplit(".", 1)[-1]
+    if last == "A_log" and model_type == "kimi_k3_text":
+        # Slopes of the bounded gate: a steep one saturates.
+        return np.log(uniform(name, shape, 0.5, 2.0).astype(np.float64)).astype(np.float32)
     if last == "A_log":  # decay rates of 1 to 16
         return np.log(uniform(name, shape, 1.0, 16.0).astype(np.float64)).astype(np.float32)
     if last == "dt_bias":  # softplus of it: steps of about 0.002 to 0.1
@@ -211,13 +125,14 @@ def weight(name: str, shape: tuple[int, ...], *, zero_centred_norm: bool) -> np.
     if last == "e_score_correction_bias":
         return uniform(name, shape, -0.05, 0.05)
     if "norm" in name:
-        centre = 0.0 if zero_centred_norm and "linear_attn" not in name else 1.0
+        zero_centred = model_type == "qwen3_next" and "linear_attn" not in name
+        centre = 0.0 if zero_centred else 1.0
         return centre + normal(name, shape, 0.1)
     if "conv1d" in name:  # [channels, 1, taps]
         return normal(name, shape, shape[-1] ** -0.5)
     if "embed_tokens" in name:
         return normal(name, shape, 1.0)
-    if any(k in name for k in ("o_proj", "out_proj", "down_proj")):
+    if any(k in name for k in (".o_proj", ".out_proj", ".down_proj", "routed_expert_up_proj")):
         # What blocks add is small beside the embedding, or random layers would drown the prompt.
         return normal(name, shape, 0.3 * shape[-1] ** -0.5)
     return normal(name, shape, shape[-1] ** -0.5)  # [..., out, in]
@@ -257,18 +172,22 @@ def write_tokenizer(folder: Path) -> None:
     )
 
 
-def write_model(folder: Path, config: dict) -> None:
+def write_model(folder: Path, config: str) -> None:
+    """The model folder of a config: weights in the released names and form, and a tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from analyzers.models import register_own_models
+
+    register_own_models()
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", config)
+    (folder / "config.json").write_text(config)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    zero_centred_norm = config["model_type"] == "qwen3_next"
+    model_type = model.config.model_type
     keep = ("A_log", "dt_bias", *(model._keep_in_fp32_modules_strict or ()))
     tensors = {}
     for name, tensor in model.state_dict().items():
-        value = weight(name, tuple(tensor.shape), zero_centred_norm=zero_centred_norm)
+        value = weight(name, tuple(tensor.shape), model_type)
         stored = torch.from_numpy(value).bfloat16()
         # Kept tensors are float32 in the file and exact in bfloat16, so that a loader which casts
         # them and one which does not compute the same.
@@ -277,11 +196,31 @@ def write_model(folder: Path, config: dict) -> None:
         old.unlink()
     # Writes the released key names: the model's own conversion table, undone.
     model.save_pretrained(folder, state_dict=tensors, max_shard_size="2MB")
-    write_json(folder / "config.json", config)
-    (folder / "generation_config.json").unlink(missing_ok=True)
+    if model_type == "kimi_k3_text":
+        pack_experts(folder)
     for shard in folder.glob("*.safetensors"):
         shard.chmod(0o644)
+    (folder / "config.json").write_text(config)
+    (folder / "generation_config.json").unlink(missing_ok=True)
     write_tokenizer(folder)
+
+
+def pack_experts(folder: Path) -> None:
+    """Rewrites a Kimi-K3 checkpoint with its routed experts as MXFP4, as they are released."""
+    from huggingface_hub import save_torch_state_dict
+    from safetensors.torch import load_file
+
+    from analyzers.models.kimi_k3.mxfp4 import pack_mxfp4
+
+    tensors = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        for name, tensor in load_file(shard).items():
+            if ".block_sparse_moe.experts." in name:
+                tensors[f"{name}_packed"], tensors[f"{name}_scale"] = pack_mxfp4(tensor)
+            else:
+                tensors[name] = tensor
+        shard.unlink()
+    save_torch_state_dict(tensors, folder, max_shard_size="1MB")
 
 
 def write_data(folder: Path) -> None:
@@ -292,8 +231,8 @@ def write_data(folder: Path) -> None:
 
 
 def make(out: Path) -> None:
-    for name, config in MODELS.items():
-        write_model(out / "models" / name, config)
+    for name in MODELS:
+        write_model(out / "models" / name, (HERE / "models" / name / "config.json").read_text())
     write_data(out / "data")
 
 

@@ -9,10 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from analyzers.models import register_own_models
+from analyzers.models.kimi_k3.mxfp4 import pack_mxfp4, unpack_mxfp4
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TINY = ["tiny-kimi-linear", "tiny-qwen3-next"]
+TINY = ["tiny-kimi-k3", "tiny-kimi-linear", "tiny-qwen3-next"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered():
+    register_own_models()
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +49,32 @@ def test_check_notices_a_changed_byte(make, tmp_path):
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_stock_transformers_loads_every_weight_where_it_belongs(make, name):
+def test_transformers_loads_every_weight_where_it_belongs(make, name):
     model, info = AutoModelForCausalLM.from_pretrained(
         EXAMPLES / "models" / name, output_loading_info=True
     )
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    zero_centred = name == "tiny-qwen3-next"
     for key, value in model.state_dict().items():
-        expected = make.weight(key, tuple(value.shape), zero_centred_norm=zero_centred)
-        assert torch.equal(value.float(), torch.from_numpy(expected).bfloat16().float()), key
+        drawn = make.weight(key, tuple(value.shape), model.config.model_type)
+        expected = torch.from_numpy(drawn).bfloat16()
+        if name == "tiny-kimi-k3" and ".experts." in key:
+            expected = unpack_mxfp4(*pack_mxfp4(expected))
+        assert torch.equal(value.float(), expected.float()), key
+
+
+def test_tiny_kimi_k3_is_stored_as_the_released_model_is():
+    with (EXAMPLES / "models" / "tiny-kimi-k3" / "model.safetensors.index.json").open() as file:
+        shards = json.load(file)["weight_map"]
+    assert len(set(shards.values())) == 4
+    layer = "language_model.model.layers.{}."
+    expert = layer.format(7) + "block_sparse_moe.experts.55.w2.weight"
+    assert {f"{expert}_packed", f"{expert}_scale", "language_model.lm_head.weight"} <= set(shards)
+    name = layer.format(0) + "self_attn.A_log"
+    with safe_open(EXAMPLES / "models" / "tiny-kimi-k3" / shards[name], "pt") as file:
+        decay = file.get_tensor(name)
+    assert decay.dtype == torch.float32
+    assert decay.shape == (128,)  # padded; four heads
+    assert not decay[4:].any()
 
 
 @pytest.mark.parametrize("name", TINY)
