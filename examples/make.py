@@ -5,9 +5,10 @@
 
 The models are tiny and random: they have every mechanism of the released ones (layer mix, router,
 shared expert, key names, stored dtypes), not their knowledge. Their `config.json`, in the released
-form, is written by hand; this script makes the weights and the tokenizer for it. Each weight is
-drawn from a counter generator keyed by its own name, in integer arithmetic, so neither the order of
-creation nor the number of threads nor the math library changes a bit.
+form, is written by hand, as is the code of the one that brings its own; this script makes the
+weights and the tokenizer for it. Each weight is drawn from a counter generator keyed by its own
+name, in integer arithmetic, so neither the order of creation nor the number of threads nor the math
+library changes a bit.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ VOCAB = 512
 PAD, USER, ASSISTANT, SYSTEM, END = range(5)
 SPECIAL = ["<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
 
-MODELS = ("tiny-kimi-k3", "tiny-kimi-linear", "tiny-qwen3-next")
+MODELS = ("tiny-kimi-k3", "tiny-kimi-linear", "tiny-qwen3-next", "tiny-unseen-moe")
 
 # The task: name the class of a thing. The answer depends on the prompt and has little else in it,
 # so that a small adapter on a random frozen model can learn it and a falling loss means something:
@@ -132,7 +133,8 @@ def weight(name: str, shape: tuple[int, ...], model_type: str) -> np.ndarray:
         return normal(name, shape, shape[-1] ** -0.5)
     if "embed_tokens" in name:
         return normal(name, shape, 1.0)
-    if any(k in name for k in (".o_proj", ".out_proj", ".down_proj", "routed_expert_up_proj")):
+    last_of_block = (".o_proj", ".out_proj", ".down_proj", ".w2.", "routed_expert_up_proj")
+    if any(k in name for k in last_of_block):
         # What blocks add is small beside the embedding, or random layers would drown the prompt.
         return normal(name, shape, 0.3 * shape[-1] ** -0.5)
     return normal(name, shape, shape[-1] ** -0.5)  # [..., out, in]
@@ -172,8 +174,9 @@ def write_tokenizer(folder: Path) -> None:
     )
 
 
-def write_model(folder: Path, config: str) -> None:
-    """The model folder of a config: weights in the released names and form, and a tokenizer."""
+def write_model(folder: Path, source: Path) -> None:
+    """The folder of the model whose config, and code where it has its own, lies in `source`:
+    weights in the released names and form, and a tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -181,8 +184,11 @@ def write_model(folder: Path, config: str) -> None:
 
     register_own_models()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(config)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    written = {p.name: p.read_bytes() for p in (source / "config.json", *source.glob("*.py"))}
+    for name, data in written.items():
+        (folder / name).write_bytes(data)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
     model_type = model.config.model_type
     keep = ("A_log", "dt_bias", *(model._keep_in_fp32_modules_strict or ()))
     tensors = {}
@@ -200,7 +206,7 @@ def write_model(folder: Path, config: str) -> None:
         pack_experts(folder)
     for shard in folder.glob("*.safetensors"):
         shard.chmod(0o644)
-    (folder / "config.json").write_text(config)
+    (folder / "config.json").write_bytes(written["config.json"])
     (folder / "generation_config.json").unlink(missing_ok=True)
     write_tokenizer(folder)
 
@@ -232,7 +238,7 @@ def write_data(folder: Path) -> None:
 
 def make(out: Path) -> None:
     for name in MODELS:
-        write_model(out / "models" / name, (HERE / "models" / name / "config.json").read_text())
+        write_model(out / "models" / name, HERE / "models" / name)
     write_data(out / "data")
 
 

@@ -16,7 +16,7 @@ from analyzers.models import register_own_models
 from analyzers.models.kimi_k3.mxfp4 import pack_mxfp4, unpack_mxfp4
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TINY = ["tiny-kimi-k3", "tiny-kimi-linear", "tiny-qwen3-next"]
+TINY = ["tiny-kimi-k3", "tiny-kimi-linear", "tiny-qwen3-next", "tiny-unseen-moe"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,7 +51,7 @@ def test_check_notices_a_changed_byte(make, tmp_path):
 @pytest.mark.parametrize("name", TINY)
 def test_transformers_loads_every_weight_where_it_belongs(make, name):
     model, info = AutoModelForCausalLM.from_pretrained(
-        EXAMPLES / "models" / name, output_loading_info=True
+        EXAMPLES / "models" / name, trust_remote_code=True, output_loading_info=True
     )
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     for key, value in model.state_dict().items():
