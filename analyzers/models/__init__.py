@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 MAX_CONFIG_BYTES = 10_000_000
+LANGUAGE_MODELS = (
+    "CAUSAL_LM",
+    "IMAGE_TEXT_TO_TEXT",
+    "MULTIMODAL_LM",
+    "SEQ_TO_SEQ_CAUSAL_LM",
+    "SPEECH_SEQ_2_SEQ",
+)
+"""Of transformers' mappings from a config to a class, those of language models."""
 FLOAT32_NAMES = ("A_log", "dt_bias", "e_score_correction_bias")
 """Parts of names of what is always float32: decay rates and the router's correction bias."""
 
@@ -111,7 +119,6 @@ def build_on_meta(config: PreTrainedConfig, *, dtype: torch.dtype | None = None)
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """The language-model class that builds `config`: the one that it names, or the first."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
-    from transformers.models.auto import modeling_auto
 
     # A config of the folder's own class is there only because its code was trusted.
     if type(config).__module__.startswith("transformers_modules."):
@@ -121,16 +128,27 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
         folder = config.name_or_path or ""
         reference = own["AutoModelForCausalLM"]
         return get_class_from_dynamic_module(reference, folder, local_files_only=True)
-    found: list[Any] = []
-    for mapping in (
-        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
-        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    ):
-        if type(config) in mapping:
-            classes = mapping[type(config)]
-            found += classes if isinstance(classes, (list, tuple)) else [classes]
+    found = candidates(type(config))
     named = config.architectures or []
     return next((c for c in found if c.__name__ in named), found[0] if found else None)
+
+
+def candidates(config_class: type) -> list[type[PreTrainedModel]]:
+    """The classes of transformers that are language models with such a config, the most usual
+    first; without any, the plain model of what reads tokens (an embedding model, say)."""
+    from transformers.models.auto import modeling_auto
+
+    found: list[type[PreTrainedModel]] = []
+    for name in LANGUAGE_MODELS:
+        mapping = getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING")
+        if config_class in mapping:
+            classes = mapping[config_class]
+            found += classes if isinstance(classes, (list, tuple)) else [classes]
+    has_text = hasattr(config_class, "vocab_size")
+    if not found and has_text and config_class in modeling_auto.MODEL_MAPPING:
+        classes = modeling_auto.MODEL_MAPPING[config_class]
+        found = list(classes) if isinstance(classes, (list, tuple)) else [classes]
+    return list(dict.fromkeys(found))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
