@@ -20,7 +20,7 @@ from runtime.shards import full, local_rows, tensor_digest
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-READABLE = {"F64", "F32", "F16", "BF16", "I64", "I32", "BOOL"}
+READABLE = {"F64", "F32", "F16", "BF16", "I64", "I32", "BOOL", "U8"}
 
 
 class Reader:
