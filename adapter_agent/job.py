@@ -77,6 +77,7 @@ def make_job(options: Options) -> Job:
     longest = getattr(text, "max_position_embeddings", None) or LONGEST_DEFAULT_SEQUENCE
     job = Job(
         model=str(options.model.resolve()),
+        trust_remote_code=options.trust_remote_code,
         cluster=str(options.cluster.resolve()),
         backend=backend.name,
         data=str(options.data.resolve()) if options.data else None,

@@ -104,11 +104,13 @@ def plan_conversion(
     model: PreTrainedModel,
     checkpoint_names: Iterable[str],
     expected: Mapping[str, Any] | None = None,
+    own: Iterable[Any] = (),
 ) -> Conversion:
     """Recipes for the tensors of `model` (on any device, meta too) from names of a checkpoint.
 
     `expected` are the model tensors to make, by default all of `model.state_dict()`; pass fewer
-    when the model carries tensors that no checkpoint holds, such as adapters.
+    when the model carries tensors that no checkpoint holds, such as adapters. `own` are transforms
+    beside those of the library, for a model whose modules were changed after it was built.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -119,7 +121,7 @@ def plan_conversion(
     )
 
     wanted = dict(model.state_dict() if expected is None else expected)
-    transforms = get_model_conversion_mapping(model)
+    transforms = [*get_model_conversion_mapping(model), *own]
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     by_pattern = {p: c for c in converters for p in c.source_patterns}

@@ -126,6 +126,8 @@ def _adapt_experts(model: nn.Module, lora: Lora) -> list[str]:
 
 def banks(experts: Any) -> list[str]:
     """Names of the stacked weights of an experts module, in the order in which they are applied."""
+    if (names := getattr(experts, "bank_names", None)) is not None:
+        return names
     return ["gate_up_proj" if experts.has_gate else "up_proj", "down_proj"]
 
 

@@ -16,6 +16,7 @@ from analyzers.documents import read_document
 from analyzers.schema import ModelAnalysis
 from runtime.adapters import initialise_adapters, insert_adapters
 from runtime.data import Dataset, load_dataset
+from runtime.expert_lists import stack_expert_lists
 from runtime.experts import use_own_experts
 from runtime.sharding import device_type, keep_float32, parallelize
 from runtime.weights import load_weights
@@ -89,10 +90,12 @@ def build_model(
     from analyzers.models import build_on_meta, load_config
 
     job = documents.job
-    config = load_config(job.model)
+    config = load_config(job.model, trust_remote_code=job.trust_remote_code)
     config.use_cache = False
     model = build_on_meta(config, dtype=dtype)
     model.tie_weights()
+    if documents.analysis.experts:
+        stack_expert_lists(model, documents.analysis.experts.count)
     insert_adapters(model, job.lora, documents.analysis)
     if sharded:
         parallelize(model, documents.plan)

@@ -98,15 +98,12 @@ def run_experts(self: Any, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -
 
 
 def experts_of(model: nn.Module) -> dict[str, Any]:
-    """All modules whose experts run through transformers' registry, by name.
+    """All modules of stacked experts, by name: those that run through transformers' registry, and
+    lists of experts that were stacked here.
 
     Typed loosely: what transformers' decorator adds to them is not declared anywhere.
     """
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if hasattr(module, "is_transposed") and hasattr(module, "has_gate")
-    }
+    return {n: module for n, module in model.named_modules() if hasattr(module, "is_transposed")}
 
 
 def use_own_experts(model: nn.Module) -> None:
@@ -115,7 +112,8 @@ def use_own_experts(model: nn.Module) -> None:
 
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, run_experts)
     for module in experts_of(model).values():
-        module.config._experts_implementation = IMPLEMENTATION
+        if hasattr(module, "has_gate"):  # transformers' decorator put it there
+            module.config._experts_implementation = IMPLEMENTATION
 
 
 class Recorder:
@@ -140,7 +138,9 @@ class Recorder:
     def add(self, module: Any, index_TK: Tensor) -> None:
         if not self._on or self._valid_T is None:
             return
-        ids = index_TK[self._valid_T].reshape(-1)
+        # Rows of a list of experts do not know their token: padding is counted with the rest.
+        known = index_TK.shape[0] == self._valid_T.shape[0]
+        ids = (index_TK[self._valid_T] if known else index_TK).reshape(-1)
         counts_E = torch.bincount(ids, minlength=module.num_experts)
         self.counts[module] = self.counts.get(module, 0) + counts_E
 

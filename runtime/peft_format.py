@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.adapters import LoraLinear, banks
+from runtime.expert_lists import ExpertList
 from runtime.experts import experts_of
 from runtime.weights import full_tensors
 
@@ -34,7 +35,8 @@ def pack_b(b_EOr: Tensor) -> Tensor:
 
 
 def peft_name(name: str, experts: dict[str, nn.Module]) -> str:
-    """PEFT's name of an adapter factor of this runtime."""
+    """PEFT's name of an adapter factor of this runtime; one of an expert in a list is that of a
+    linear layer."""
     module, _, factor = name.rpartition(".")
     side = factor[-1]
     if module not in experts:
@@ -58,12 +60,14 @@ def peft_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def peft_config(model: nn.Module, job: Job) -> dict[str, object]:
     linears = [n for n, m in model.named_modules() if isinstance(m, LoraLinear)]
-    parameters = [
-        f"{name}.{bank}"
-        for name, module in experts_of(model).items()
-        for bank in banks(module)
-        if hasattr(module, f"lora_{bank}_A")
-    ]
+    parameters = []
+    for name, module in experts_of(model).items():
+        adapted = [bank for bank in banks(module) if hasattr(module, f"lora_{bank}_A")]
+        if isinstance(module, ExpertList):
+            experts, paths = range(module.num_experts), [module.sources[b] for b in adapted]
+            linears += [f"{name}.{e}.{path}" for e in experts for path in paths]
+        else:
+            parameters += [f"{name}.{bank}" for bank in adapted]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

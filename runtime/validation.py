@@ -179,7 +179,10 @@ def _weights(proof: Proof, fits: bool) -> PreTrainedModel | None:
     from transformers import AutoModelForCausalLM
 
     stock: Any = AutoModelForCausalLM.from_pretrained(
-        job.model, dtype=FLOAT32, local_files_only=True
+        job.model,
+        dtype=FLOAT32,
+        local_files_only=True,
+        trust_remote_code=job.trust_remote_code,
     )
     stock = stock.to(proof.device)
     source = "transformers' from_pretrained"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from analyzers.conversion import Recipe, plan_conversion
 from analyzers.errors import InputError
 from runtime.adapters import is_adapter
+from runtime.expert_lists import converters, under_own_names
 from runtime.shards import full, local_rows, tensor_digest
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def load_weights(model: PreTrainedModel, folder: str | Path) -> list[str]:
     """
     reader = Reader(folder)
     state = _base_state(model)
-    conversion = plan_conversion(model, reader.tensors, state)
+    conversion = plan_conversion(model, reader.tensors, state, converters(model))
     if conversion.missing:
         missing = ", ".join(conversion.missing[:8])
         more = f" and {len(conversion.missing) - 8} more" if len(conversion.missing) > 8 else ""
@@ -136,10 +137,10 @@ def _fill_computed_buffers(model: PreTrainedModel, loaded: set[str]) -> None:
 
 def full_tensors(model: nn.Module, *, adapters: bool) -> Iterator[tuple[str, Tensor]]:
     """Every full weight and persistent buffer, or every full adapter factor, one at a time on the
-    CPU. All ranks must walk it together."""
+    CPU, under the names of the model's own code. All ranks must walk it together."""
     for name, tensor in model.state_dict(keep_vars=True).items():
         if is_adapter(name) == adapters:
-            yield name, full(tensor).cpu()
+            yield from under_own_names(model, name, full(tensor).cpu())
 
 
 def digest(model: nn.Module, *, adapters: bool = False) -> dict[str, str]:
@@ -150,8 +151,9 @@ def digest(model: nn.Module, *, adapters: bool = False) -> dict[str, str]:
 def stored_digest(model: PreTrainedModel, reader: Reader) -> dict[str, str]:
     """What `digest` must give: each tensor converted whole, in this process, one at a time."""
     state = _base_state(model)
-    recipes = plan_conversion(model, reader.tensors, state).recipes
+    recipes = plan_conversion(model, reader.tensors, state, converters(model)).recipes
     return {
-        name: tensor_digest(recipe.convert(reader.whole, model).to(state[name].dtype))
+        own: tensor_digest(tensor.to(state[name].dtype))
         for name, recipe in recipes.items()
+        for own, tensor in under_own_names(model, name, recipe.convert(reader.whole, model))
     }

@@ -36,6 +36,8 @@ class Job:
     version: Literal[1] = 1
     model: str
     """Absolute path of the model folder."""
+    trust_remote_code: bool = False
+    """Whether Python code that the model folder brings may run."""
     cluster: str
     """Absolute path of the topology file."""
     backend: str
