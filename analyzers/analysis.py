@@ -67,11 +67,11 @@ def analyze(
     layer_kinds = kinds(model)
     say(f"{type(model).__name__}: {len(layer_kinds)} kinds of layers")
 
-    calls = [costs.block_calls(kind) for kind in layer_kinds]
+    text = model.config.get_text_config()
+    calls = [costs.block_calls(kind, text) for kind in layer_kinds]
     outer_calls, outer = _outer(model)
     parameters = _parameters(model, layer_kinds)
     float32 = _float32_names(model)
-    text = model.config.get_text_config()
     dtype, assumed = _dtype(model, checkpoint)
     notes += assumed + _notes(layer_kinds) + _config_notes(folder, outer)
 

@@ -1,0 +1,171 @@
+"""The operator calls of one block: which formula prices each of its modules."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from analyzers.costs.attention import softmax_attention, sparse_attention
+from analyzers.costs.call import Call
+from analyzers.costs.experts import experts, router
+from analyzers.costs.linear import activation, linear, norm, short_convolution
+from analyzers.costs.linear_attention import delta_rule, linear_attention
+from analyzers.costs.residual import attention_residual, block_starts, hyper_connection
+from analyzers.mixers import Mixer
+from analyzers.schema import PartName, Pass, Work
+from analyzers.structure import Kind
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# By the name of a mixer's operator. What is not here costs its linears alone.
+FORMULAS: dict[str, Callable[[Mixer], list[Call]]] = {
+    "kda": delta_rule,
+    "gated_delta_rule": delta_rule,
+    "ssd": linear_attention,
+    "lightning_attention": linear_attention,
+    "gla": linear_attention,
+    "scaled_dot_product_attention": softmax_attention,
+    "sparse_attention": sparse_attention,
+}
+NO_FORMULA = {"other_mixer"}
+
+# Last projections of a mixer or feed-forward, whose input nothing else reads.
+OUTPUTS = {
+    *("o_proj", "out_proj", "wo", "dense", "c_proj", "o"),
+    *("down_proj", "w2", "fc2", "dense_4h_to_h", "output_linear"),
+}
+UPS = {"gate_proj", "up_proj", "w1", "w3"}  # read one tensor
+SOFTMAX = {"scaled_dot_product_attention", "sparse_attention"}
+
+
+def block_calls(kind: Kind, config: PreTrainedConfig) -> list[Call]:
+    """Every operator call of one block of this kind, with the part that it belongs to.
+
+    `config` is the text model's: its hidden size, and the block size of attention residuals.
+    """
+    calls: list[Call] = []
+    kept: set[str] = set()  # inputs that an adapter keeps
+    without_gradient = [p for p, m in kind.module.named_modules() if _without_gradient(m)]
+    for path, module in kind.module.named_modules():
+        found = _calls(kind, path, module, config, kept)
+        if any(_under(path, root) for root in without_gradient):
+            found = [replace(c, backward=Pass(), saved=Work(), adapter=None) for c in found]
+        calls += found
+        for mixer in kind.mixers:
+            if mixer.path == path and mixer.operator in FORMULAS:
+                calls += FORMULAS[mixer.operator](mixer)
+    return calls
+
+
+def _calls(
+    kind: Kind, path: str, module: nn.Module, config: PreTrainedConfig, kept: set[str]
+) -> list[Call]:
+    """Of one module itself. Adds to `kept` the tensor that an adapter on it keeps."""
+    if kind.moe and path == kind.moe.experts:
+        return [experts(kind.moe, module)]
+    if kind.moe and _under(path, kind.moe.experts):
+        return []
+    if kind.moe and path == kind.moe.router:
+        return [router(kind.moe, module)]
+    if isinstance(module, nn.Linear):
+        tensor = _input(kind, path, module, config.hidden_size)
+        keeps = tensor not in kept and not _is_attention_output(kind, path, module)
+        kept.add(tensor)
+        return [linear(module, kind.part(path), keeps_input=keeps)]
+    return list(_elementwise(kind, path, module, config))
+
+
+def _elementwise(
+    kind: Kind, path: str, module: nn.Module, config: PreTrainedConfig
+) -> Iterator[Call]:
+    """Norms, short convolutions, activations and residual sites, by their form."""
+    part = kind.part(path)
+    own = dict(module.named_parameters(recurse=False))
+    count = sum(p.numel() for p in own.values())
+    name = type(module).__name__
+    if isinstance(module, nn.Conv1d):
+        yield short_convolution(module, part)
+    elif "AttentionResidual" in name and "norm_weight" in own:
+        first = path.startswith("self_attention")  # before the mixer; the other before the MLP
+        entries = block_starts(kind.layers, config.attn_res_block_size, before_mixer=first)
+        yield attention_residual(config.hidden_size, entries, part, count)
+    elif own.keys() == {"fn", "base", "scale"}:
+        yield hyper_connection(own["fn"], part, count)
+    elif set(own) in ({"weight"}, {"weight", "bias"}) and own["weight"].ndim == 1:
+        rows = _heads(kind, path, own["weight"].numel())
+        yield norm(name, own["weight"].numel(), part, count, rows=rows)
+    if part in ("dense", "shared_experts"):
+        yield from _activation(module, part)
+
+
+def _activation(module: nn.Module, part: PartName) -> Iterator[Call]:
+    """Between the up and down projections of a feed-forward, if the module is one."""
+    linears = {n: c for n, c in module.named_children() if isinstance(c, nn.Linear)}
+    for down in (c for n, c in linears.items() if n in OUTPUTS):
+        up = sum(c.out_features for c in linears.values() if c is not down)
+        if up in (down.in_features, 2 * down.in_features):
+            yield activation(down.in_features, part, gated=up > down.in_features)
+
+
+def _heads(kind: Kind, path: str, width: int) -> int:
+    """How often a norm of a mixer is applied to a token: once a head when it is one head wide."""
+    for mixer in kind.mixers:
+        if _under(path, mixer.path):
+            a = mixer.attributes
+            keys = path.rpartition(".")[2].startswith("k")
+            heads = a.get("kv_heads" if keys else "value_heads", a.get("heads", 1))
+            head_widths = {a.get("key_dim"), a.get("value_dim")}
+            return int(heads) if width in head_widths and width != a.get("latent_dim") else 1
+    return 1
+
+
+def _input(kind: Kind, path: str, module: nn.Linear, hidden: int) -> str:
+    """A name for the tensor that a linear reads: the same for all that read the same."""
+    parent, _, name = path.rpartition(".")
+    if name in OUTPUTS:
+        return path
+    if module.in_features == hidden:
+        roots = [m.path for m in kind.mixers] + ([kind.moe.path] if kind.moe else []) + kind.dense
+        return next((root for root in roots if _under(path, root)), parent)
+    return parent if name in UPS else path
+
+
+def _is_attention_output(kind: Kind, path: str, module: nn.Linear) -> bool:
+    """Whether a linear reads what attention itself made, which the attention keeps."""
+    mixer = next((m for m in kind.mixers if _under(path, m.path)), None)
+    if mixer is None or mixer.operator not in SOFTMAX or path.rpartition(".")[2] not in OUTPUTS:
+        return False
+    width = int(mixer.attributes["heads"]) * int(mixer.attributes["value_dim"])
+    return module.in_features == width and not _has_gate(
+        kind.module.get_submodule(mixer.path), width
+    )
+
+
+def _has_gate(attention: nn.Module, width: int) -> bool:
+    """Whether the output of attention is multiplied with a gate before it is projected."""
+    names = [n for n, c in attention.named_children() if isinstance(c, nn.Linear)]
+    query = getattr(attention, "q_proj", None)
+    in_query = isinstance(query, nn.Linear) and query.out_features == 2 * width
+    return in_query or any("gate" in n or n == "g_proj" for n in names)
+
+
+def _without_gradient(module: nn.Module) -> bool:
+    """Whether the forward of a module is decorated with `torch.no_grad`."""
+    function = type(module).forward
+    while function is not None:
+        if inspect.isfunction(function) and function.__code__.co_name == "decorate_context":
+            factory = inspect.getclosurevars(function).nonlocals.get("ctx_factory")
+            if isinstance(getattr(factory, "__self__", None), torch.no_grad):
+                return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+def _under(path: str, root: str | None) -> bool:
+    return root is not None and (path == root or path.startswith(f"{root}."))

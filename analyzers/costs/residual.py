@@ -1,0 +1,69 @@
+"""Residual connections that do more than add."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from analyzers.costs.call import ACTIVATION, Call, a_token, one_way
+from analyzers.schema import PartName, Work
+
+
+def attention_residual(hidden: int, entries: float, part: PartName, parameters: int) -> Call:
+    """Softmax mix of `entries` block starts and running sum, element by element (Kimi-K3).
+
+    Keeps the running sum, or the block start where it replaces one; the other starts are kept by
+    the layers that made them. Backward adds to the gradient of every entry.
+    """
+    one = ACTIVATION * hidden
+    return Call(
+        operator="attention_residual",
+        part=part,
+        forward=one_way(Work(), read=entries * one, written=one),
+        backward=one_way(Work(), read=(2 * entries + 1) * one, written=entries * one),
+        saved=a_token(one),
+        parameters=parameters,
+        attributes={"width": hidden},
+    )
+
+
+def block_starts(layers: list[int], block_size: int, *, before_mixer: bool) -> float:
+    """Entries that one site mixes, on average over these layers.
+
+    Layer i sees the starts of i // block_size + 1 blocks, and the running sum of its own block,
+    which a layer that starts one does not have before its mixer.
+    """
+
+    def entries(i: int) -> int:
+        return i // block_size + 1 + (not before_mixer or i % block_size != 0)
+
+    return sum(map(entries, layers)) / len(layers)
+
+
+def hyper_connection(weight: nn.Parameter, part: PartName, parameters: int) -> Call:
+    """Manifold-constrained hyper-connection of N streams of width D (Xie et al., arXiv 2512.24880).
+
+    `weight` [(2 + N) N, N D] makes the mixing weights of a token, 2 (2 + N) N N D; the streams are
+    mixed with N x N of them, 2 N N D; collapsing, expanding and Sinkhorn go element by element.
+    Backward: once the first, twice the second. Keeps the streams and what the layer between made.
+    """
+    out, flat = weight.shape
+    streams = round((1 + out) ** 0.5) - 1  # (2 + N) N = out
+    hidden = flat // streams
+    weights, mixed = 2 * out * flat, 2 * streams * flat
+    one = ACTIVATION * hidden
+    return Call(
+        operator="hyper_connection",
+        part=part,
+        # Before the layer the streams are read and one is written, after it all are read again.
+        forward=one_way(
+            a_token(weights + mixed), read=(2 * streams + 1) * one, written=(streams + 1) * one
+        ),
+        backward=one_way(
+            a_token(weights + 2 * mixed),
+            read=(2 * streams + 2) * one,
+            written=(streams + 1) * one,
+        ),
+        saved=a_token((streams + 1) * one),
+        parameters=parameters,
+        attributes={"width": hidden, "streams": streams},
+    )
