@@ -7,7 +7,7 @@ import pytest
 
 from analyzers.documents import to_data
 from runtime.checks import FLOAT32_TOLERANCE
-from tests.runtime.runs import plan_for, save_small, torchrun, write_run
+from tests.runtime.runs import EXAMPLES, plan_for, save_small, torchrun, write_run
 
 CASES = {
     "fsdp4": {"plan": plan_for(4)},
@@ -24,6 +24,8 @@ CASES = {
         "skew": True,
     },
     "tied-embeddings": {"plan": plan_for(4, ep=2), "model": "tied"},
+    "expert-list-ep2": {"plan": plan_for(4, ep=2), "model": "unseen"},
+    "expert-list-ep4-starved": {"plan": plan_for(4, ep=4), "model": "unseen", "skew": True},
     "fault-scaled": {"plan": plan_for(4, ep=2), "fault": "scaled"},
 }
 SOUND = [name for name in CASES if not name.startswith("fault")]
@@ -39,6 +41,9 @@ def results(tmp_path_factory, small_model, small_analysis):
     write_run(run / "kimi-linear", small_model, plan_for(4), small_analysis)
     tied = save_small("qwen3_next", run / "tied-model", tie_word_embeddings=True)
     write_run(run / "tied", tied, plan_for(4), analyze(tied))
+    unseen = EXAMPLES / "models" / "tiny-unseen-moe"
+    own_code = analyze(unseen, trust_remote_code=True)
+    write_run(run / "unseen", unseen, plan_for(4), own_code, trust_remote_code=True)
     cases = {name: case | {"plan": to_data(case["plan"])} for name, case in CASES.items()}
     (run / "cases.json").write_text(json.dumps(cases))
     ranks = Path(__file__).with_name("ranks.py")
