@@ -138,17 +138,21 @@ def candidates(config_class: type) -> list[type[PreTrainedModel]]:
     first; without any, the plain model of what reads tokens (an embedding model, say)."""
     from transformers.models.auto import modeling_auto
 
-    found: list[type[PreTrainedModel]] = []
-    for name in LANGUAGE_MODELS:
-        mapping = getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING")
-        if config_class in mapping:
-            classes = mapping[config_class]
-            found += classes if isinstance(classes, (list, tuple)) else [classes]
-    has_text = hasattr(config_class, "vocab_size")
-    if not found and has_text and config_class in modeling_auto.MODEL_MAPPING:
-        classes = modeling_auto.MODEL_MAPPING[config_class]
-        found = list(classes) if isinstance(classes, (list, tuple)) else [classes]
+    mappings = [getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING") for name in LANGUAGE_MODELS]
+    found = [cls for mapping in mappings for cls in _mapped(mapping, config_class)]
+    if not found and hasattr(config_class, "vocab_size"):
+        found = _mapped(modeling_auto.MODEL_MAPPING, config_class)
     return list(dict.fromkeys(found))
+
+
+def _mapped(mapping: Any, config_class: type) -> list[type[PreTrainedModel]]:
+    if config_class not in mapping:
+        return []
+    try:
+        classes = mapping[config_class]
+    except ValueError:  # transformers names a class here and there that it does not have
+        return []
+    return list(classes) if isinstance(classes, (list, tuple)) else [classes]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
