@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from analyzers import costs, models
+from analyzers import costs, models, tally
 from analyzers.checkpoint import CheckpointFolder, open_checkpoint
 from analyzers.costs import Call
 from analyzers.errors import InputError
+from analyzers.formats import Logical, logical_tensors, quantization_of
 from analyzers.graph import BlockGraph, trace_blocks
+from analyzers.outer import (
+    multi_token,
+    outer_calls,
+    outer_counts,
+    residual,
+    tied_weights,
+    towers,
+)
+from analyzers.quantization import configured_format, stored_format
 from analyzers.schema import (
-    AdapterWork,
     Block,
     Checkpoint,
     Experts,
@@ -24,20 +33,16 @@ from analyzers.schema import (
     Layer,
     Linear,
     ModelAnalysis,
-    Operator,
     Parameters,
-    Part,
     PartName,
-    Pass,
-    Work,
+    Tower,
 )
-from analyzers.structure import Kind, decoder_layers, kinds
+from analyzers.structure import Kind, kinds
 from analyzers.weights import check_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FINAL = ("norm", "norm_f", "final_layernorm", "ln_f")  # names of the norm after the last layer
 STORED = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -69,11 +74,19 @@ def analyze(
 
     text = model.config.get_text_config()
     calls = [costs.block_calls(kind, text) for kind in layer_kinds]
-    outer_calls, outer = _outer(model)
-    parameters = _parameters(model, layer_kinds)
+    outside = outer_calls(model)
+    outer = tally.parts(outer_counts(model), outside)
+    data = models.read_config(folder)
+    stored = logical_tensors(checkpoint, quantization_of(data)) if checkpoint else {}
+    beside = towers(model, data, {name: t.shape for name, t in stored.items()})
+    further = multi_token(model, layer_kinds, {name: t.shape for name, t in stored.items()})
+    tied = tied_weights(model)
+    handed_on = residual(model, layer_kinds)
+    parameters = _parameters(model, layer_kinds, beside)
     float32 = _float32_names(model)
     dtype, assumed = _dtype(model, checkpoint)
-    notes += assumed + _notes(layer_kinds) + _config_notes(folder, outer)
+    experts = _experts(layer_kinds, dtype, data, stored)
+    notes += assumed + _notes(layer_kinds) + _config_notes(data, beside)
 
     graphs, fidelity, reason = _traced(model, layer_kinds, calls)
     say(f"fidelity {fidelity}: {reason}")
@@ -87,6 +100,7 @@ def analyze(
         vocab_size=text.vocab_size,
         max_sequence_length=getattr(text, "max_position_embeddings", None),
         tied_embeddings=bool(getattr(text, "tie_word_embeddings", False)),
+        tied_weights=tied,
         parameters=parameters,
         checkpoint=checkpoint
         and Checkpoint(
@@ -98,8 +112,11 @@ def analyze(
             for kind, kind_calls, graph in zip(layer_kinds, calls, graphs, strict=True)
         ],
         outer=outer,
-        experts=_experts(layer_kinds),
-        operators=_operators(layer_kinds, calls, outer_calls),
+        experts=experts,
+        residual=handed_on,
+        towers=beside,
+        multi_token=further,
+        operators=tally.operators(layer_kinds, calls, outside),
         float32_parameters=float32,
         notes=notes,
     )
@@ -111,16 +128,28 @@ def _weights(checkpoint: CheckpointFolder | None) -> str:
     return f"{checkpoint.nbytes / 1e9:.3f} GB in {len(checkpoint.shards)} shards"
 
 
-def _parameters(model: PreTrainedModel, layer_kinds: list[Kind]) -> Parameters:
-    """Exact counts; a tied parameter counts once. Active leaves out experts not visited."""
+def _parameters(model: PreTrainedModel, kinds: list[Kind], towers: list[Tower]) -> Parameters:
+    """Exact counts; a tied parameter counts once, rows of experts that compute nothing never."""
     total = sum(p.numel() for p in model.parameters())
     routed = visited = 0
-    for kind in layer_kinds:
-        if kind.moe:
-            held = sum(p.numel() for p in kind.module.get_submodule(kind.moe.experts).parameters())
-            routed += held * len(kind.layers)
-            visited += held * kind.moe.top_k // kind.moe.count * len(kind.layers)
-    return Parameters(total=total, active=total - routed + visited, routed_experts=routed)
+    for kind in kinds:
+        for moe in kind.moes:
+            experts = list(kind.module.get_submodule(moe.experts).parameters())
+            held = sum(moe.held(p) for p in experts) * len(kind.layers)
+            total -= sum(p.numel() for p in experts) * len(kind.layers) - held
+            routed += held
+            visited += round(held * moe.visited) if moe is kind.moe else 0
+    embedding = outer_counts(model)["embedding"]
+    table = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight is table.weight
+    unused = sum(t.parameters or 0 for t in towers if t.built)
+    return Parameters(
+        total=total,
+        active=total - routed + visited - unused - (0 if tied else embedding),
+        routed_experts=routed,
+        embedding=embedding,
+    )
 
 
 def _layers(layer_kinds: list[Kind]) -> list[Layer]:
@@ -132,22 +161,37 @@ def _layers(layer_kinds: list[Kind]) -> list[Layer]:
     return sorted(layers, key=lambda layer: layer.index)
 
 
-def _experts(layer_kinds: list[Kind]) -> Experts | None:
-    moe = next((kind.moe for kind in layer_kinds if kind.moe), None)
-    return moe and Experts(
+def _experts(
+    kinds: list[Kind], dtype: str, data: dict[str, Any], stored: dict[str, Logical]
+) -> Experts | None:
+    """The experts of most layers, those that a hash of the token chooses last."""
+    found = [(kind, kind.moe) for kind in kinds if kind.moe]
+    if not found:
+        return None
+    kind, moe = max(found, key=lambda f: (f[1].routing.scoring != "hash", len(f[0].layers)))
+    path = f"model.layers.{kind.layers[0]}.{moe.experts}"
+    return Experts(
         count=moe.count,
         top_k=moe.top_k,
         shared=moe.shared,
         hidden_size=moe.hidden_size,
         intermediate_size=moe.intermediate_size,
         router_input_size=moe.router_input_size,
+        shared_intermediate_size=moe.shared_intermediate_size,
+        activation=moe.activation,
+        gated=moe.gated,
+        zero_experts=moe.zero_experts,
+        layout=moe.layout,
+        weight_format=stored_format(stored)
+        or configured_format(quantization_of(data), path, dtype, data.get("expert_dtype")),
+        router=moe.routing,
     )
 
 
 def _block(kind: Kind, calls: list[Call], graph: BlockGraph | None) -> Block:
     count: Counter[PartName] = Counter()
     for name, parameter in kind.module.named_parameters():
-        count[kind.part(name)] += parameter.numel()
+        count[kind.part(name)] += kind.elements(name, parameter)
     linears = [
         Linear(
             name=path,
@@ -164,120 +208,10 @@ def _block(kind: Kind, calls: list[Call], graph: BlockGraph | None) -> Block:
         layers=kind.layers,
         mixer=kind.mixer,
         feed_forward=kind.feed_forward,
-        parts=[_part(name, count[name], calls) for name in _part_names(count, calls)],
+        parts=tally.parts(count, calls),
         linears=linears,
-        banks=kind.moe.banks if kind.moe else [],
+        banks=[bank for moe in kind.moes for bank in moe.banks],
         mixer_attributes=kind.mixers[0].attributes if kind.mixers else {},
-    )
-
-
-def _part_names(count: Counter[PartName], calls: list[Call]) -> list[PartName]:
-    names: dict[PartName, None] = dict.fromkeys(count)
-    names.update(dict.fromkeys(call.part for call in calls))
-    return list(names)
-
-
-def _part(name: PartName, parameters: int, calls: list[Call]) -> Part:
-    mine = [call for call in calls if call.part == name]
-    return Part(
-        name=name,
-        parameters=parameters,
-        flops=_sum(call.forward.flops for call in mine),
-        bytes=_sum(call.forward.bytes for call in mine),
-        backward=_sum_passes((call.backward, 1) for call in mine),
-        saved_bytes=_sum(call.saved for call in mine),
-        adapted_saved_bytes=_sum(call.adapter.saved_bytes for call in mine if call.adapter),
-    )
-
-
-def _sum(work: Iterable[Work]) -> Work:
-    return sum(work, Work())
-
-
-def _sum_passes(passes: Iterable[tuple[Pass, int]]) -> Pass:
-    """Each pass as often as it occurs."""
-    pairs = list(passes)
-    return Pass(
-        flops=_sum(p.flops * times for p, times in pairs),
-        bytes=_sum(p.bytes * times for p, times in pairs),
-        bytes_written=_sum(p.bytes_written * times for p, times in pairs),
-    )
-
-
-def _outer(model: PreTrainedModel) -> tuple[list[Call], list[Part]]:
-    """Operators and parts outside the decoder's layers."""
-    inside = decoder_layers(model)[0] + "."
-    text = model.config.get_text_config()
-    count: Counter[PartName] = Counter()
-    for name, parameter in model.named_parameters():
-        if not name.startswith(inside):
-            count[_outer_part(name)] += parameter.numel()
-    calls = [costs.embedding(text.vocab_size, text.hidden_size)]
-    head = model.get_output_embeddings()
-    if isinstance(head, nn.Linear):
-        calls.append(costs.linear(head, "head"))
-        count["head"] += 0  # a tied head has no parameters of its own and is still computed
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] in FINAL and not name.startswith(inside) and count["norm"]:
-            call = costs.norm(type(module).__name__, text.hidden_size, "norm", count["norm"])
-            calls.append(call)
-            break
-    return calls, [_part(part, number, calls) for part, number in count.items()]
-
-
-def _outer_part(name: str) -> PartName:
-    words = name.split(".")
-    if any(w.startswith(("vis", "mm_", "multi_modal", "image")) for w in words):
-        return "vision"
-    owner = words[-2] if words[1:] else ""
-    if owner.startswith(("embed", "wte", "word_embed")):
-        return "embedding"
-    if owner in ("lm_head", "output", "embed_out"):
-        return "head"
-    return "norm" if owner in FINAL else "other"
-
-
-def _operators(
-    layer_kinds: list[Kind], calls: list[list[Call]], outer_calls: list[Call]
-) -> list[Operator]:
-    """All calls of the model; those of one operator in one shape are one entry."""
-    groups: dict[tuple, list[tuple[Call, int]]] = {}
-    pairs = [(c, len(k.layers)) for k, cs in zip(layer_kinds, calls, strict=True) for c in cs]
-    for call, times in [*pairs, *((c, 1) for c in outer_calls)]:
-        key = (call.operator, tuple(sorted(call.attributes.items())), call.site)
-        groups.setdefault(key, []).append((call, times))
-    found = []
-    for (name, _, site), members in groups.items():
-        forward = _sum_passes((call.forward, times) for call, times in members)
-        found.append(
-            Operator(
-                name=name,
-                count=sum(times for _, times in members),
-                flops=forward.flops,
-                bytes=forward.bytes,
-                bytes_written=forward.bytes_written,
-                backward=_sum_passes((call.backward, times) for call, times in members),
-                saved_bytes=_sum(call.saved * times for call, times in members),
-                adapter=_adapter(members),
-                weight_bytes=float(
-                    costs.ACTIVATION * sum(call.parameters * times for call, times in members)
-                ),
-                attributes=members[0][0].attributes,
-                site=site,
-            )
-        )
-    # Most work first, at a length where both terms count.
-    return sorted(found, key=lambda o: (-o.flops.at(4096), o.name))
-
-
-def _adapter(members: list[tuple[Call, int]]) -> AdapterWork | None:
-    adapted = [(call.adapter, times) for call, times in members if call.adapter]
-    if not adapted:
-        return None
-    return AdapterWork(
-        width=sum(a.width * times for a, times in adapted),
-        matrices=sum(a.matrices * times for a, times in adapted),
-        saved_bytes=_sum(a.saved_bytes * times for a, times in adapted),
     )
 
 
@@ -317,18 +251,14 @@ def _notes(layer_kinds: list[Kind]) -> list[str]:
     return notes
 
 
-def _config_notes(folder: Path, outer: list[Part]) -> list[str]:
+def _config_notes(data: dict[str, Any], towers: list[Tower]) -> list[str]:
     """What the config file says beyond the model that is built."""
-    data = models.read_config(folder)
-    text = data.get("text_config")
-    inner = text.get("quantization_config") if isinstance(text, dict) else None
     notes = []
-    packed = data.get("quantization_config") or inner
-    if isinstance(packed, dict):
+    packed = quantization_of(data)
+    if packed is not None:
         form = packed.get("format") or packed.get("quant_method") or "an unnamed format"
         notes.append(f"the checkpoint is quantised ({form}); sizes here are of the unpacked model")
-    if data.get("vision_config") and not any(part.name == "vision" for part in outer):
-        notes.append("text only: the vision tower of the config is not built")
+    notes += [f"text only: the {t.kind} tower is not built" for t in towers if not t.built]
     return notes
 
 

@@ -8,34 +8,18 @@ the conventions do not say is in one table of mixers, keyed by module structure.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
 from analyzers.errors import InputError
-from analyzers.mixers import Mixer, first_of, is_mixer, recognise
-from analyzers.schema import ExpertBank, PartName
+from analyzers.experts import Moe, find_moes
+from analyzers.mixers import Mixer, is_mixer, recognise
+from analyzers.schema import PartName
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-
-
-@dataclass(frozen=True)
-class Moe:
-    """A mixture of experts: `experts` and `router` are paths in the block, sizes as in schema."""
-
-    path: str
-    experts: str
-    router: str | None
-    count: int
-    top_k: int
-    shared: int
-    hidden_size: int
-    intermediate_size: int
-    router_input_size: int
-    gated: bool
-    banks: list[ExpertBank] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -45,37 +29,52 @@ class Kind:
     module: nn.Module
     layers: list[int]
     mixers: list[Mixer]
-    moe: Moe | None
+    moes: list[Moe]
+    """Groups of routed experts; those after the first are not for text tokens."""
     dense: list[str]
     """Paths of the feed-forwards without experts."""
 
     @property
+    def moe(self) -> Moe | None:
+        return self.moes[0] if self.moes else None
+
+    @property
     def mixer(self) -> str:
-        return self.mixers[0].name if self.mixers else "none"
+        """The mixers' names, joined where a layer has several that differ."""
+        return "+".join(dict.fromkeys(m.name for m in self.mixers)) or "none"
 
     @property
     def feed_forward(self) -> Literal["dense", "moe", "none"]:
-        return "moe" if self.moe else "dense" if self.dense else "none"
+        return "moe" if self.moes else "dense" if self.dense else "none"
 
     def part(self, path: str) -> PartName:
         """The part that the module (or parameter) at `path` in the block belongs to."""
-
-        def under(root: str | None) -> bool:
-            return root is not None and (path == root or path.startswith(f"{root}."))
-
-        if any(under(m.path) for m in self.mixers):
+        if any(_under(path, m.path) for m in self.mixers):
             return "mixer"
-        if self.moe and under(self.moe.path):
-            if under(self.moe.experts):
+        for moe in self.moes:
+            if _under(path, moe.experts):
                 return "routed_experts"
-            if under(self.moe.router):
+            if moe.router and _under(path, moe.router):
                 return "router"
-            # What is left beside the experts: a shared expert with its gate, or the projections
-            # (and the norm) around a latent space.
-            return "shared_experts" if "shared" in path else "latent_projection"
-        if any(under(path) for path in self.dense):
+            if any(_under(path, shared) for shared in moe.shared_paths):
+                return "shared_experts"
+        if any(_under(path, dense) for dense in self.dense):
             return "dense"
+        # What is left beside the experts projects (and norms) around a latent space.
+        if any(moe.path and _under(path, moe.path) for moe in self.moes):
+            return "latent_projection"
         return "norm" if "norm" in path else "other"
+
+    def elements(self, path: str, parameter: nn.Parameter) -> int:
+        """Elements of the parameter at `path`, without rows of experts that compute nothing."""
+        for moe in self.moes:
+            if _under(path, moe.experts):
+                return moe.held(parameter)
+        return parameter.numel()
+
+
+def _under(path: str, root: str) -> bool:
+    return path == root or path.startswith(f"{root}.")
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -117,13 +116,16 @@ def _signature(layer: nn.Module) -> tuple:
 
 
 def _kind(layer: nn.Module, index: int, config: PreTrainedConfig) -> Kind:
-    moe = _moe(layer, config)
+    moes = find_moes(layer, config)
+    beside = {
+        p for moe in moes for p in (moe.experts, moe.router, moe.path, *moe.shared_paths) if p
+    }
     mixers: list[Mixer] = []
-    for path, module in _outermost(layer, skip=moe.path if moe else None):
+    for path, module in _outermost(layer, skip=beside):
         mixer = recognise(module, config)
         if mixer:
             mixers.append(Mixer(mixer.name, mixer.operator, mixer.attributes, mixer.site, path))
-    skipped = {m.path.partition(".")[0] for m in mixers} | {moe.path if moe else None}
+    skipped = {path.partition(".")[0] for path in {m.path for m in mixers} | beside}
     # What else has linear layers: a mixer that the table does not know, or a feed-forward.
     others = [
         (path, child)
@@ -136,90 +138,20 @@ def _kind(layer: nn.Module, index: int, config: PreTrainedConfig) -> Kind:
             Mixer(name="other", operator="other_mixer", attributes={}, path=p) for p in unknown
         ]
     dense = [path for path, _ in others if path not in {m.path for m in mixers}]
-    return Kind(layer, [index], mixers, moe, dense)
+    return Kind(layer, [index], mixers, moes, dense)
 
 
 def _looks_like_mixer(path: str, module: nn.Module) -> bool:
     return "Attention" in type(module).__name__ or "attn" in path or "mixer" in path
 
 
-def _outermost(layer: nn.Module, *, skip: str | None) -> Iterator[tuple[str, nn.Module]]:
+def _outermost(layer: nn.Module, *, skip: set[str]) -> Iterator[tuple[str, nn.Module]]:
     """The layer's modules from outside in, without those inside a mixer that was already found."""
     pending = list(layer.named_children())
     while pending:
         path, module = pending.pop(0)
-        if path == skip:
+        if path in skip:
             continue
         yield path, module
         if not is_mixer(module):
             pending += [(f"{path}.{name}", child) for name, child in module.named_children()]
-
-
-def _moe(layer: nn.Module, config: PreTrainedConfig) -> Moe | None:
-    """The mixture of experts of a layer: the module that owns stacked 3-D expert weights."""
-    for path, module in layer.named_modules():
-        if isinstance(module, nn.Conv1d):
-            continue
-        stacked = [(n, p) for n, p in module.named_parameters(recurse=False) if p.ndim == 3]
-        names = " ".join(name for name, _ in stacked)
-        if "up" in names and "down" in names and stacked[0][1].shape[0] > 1:
-            return _stacked(layer, path, module, stacked, config)
-    return None
-
-
-def _stacked(
-    layer: nn.Module,
-    path: str,
-    experts: nn.Module,
-    stacked: list[tuple[str, nn.Parameter]],
-    config: PreTrainedConfig,
-) -> Moe:
-    weights = dict(stacked)
-    down_name = next(n for n in weights if "down" in n)
-    up_name = next(n for n in weights if "up" in n)
-    count, *sides = weights[down_name].shape  # [E, D, I], or transposed [E, I, D]
-    transposed = getattr(experts, "is_transposed", None)
-    if transposed is None:  # no decorator to ask: the side that is not the experts' width
-        transposed = sides[0] != config.hidden_size and sides[1] == config.hidden_size
-    hidden, inner = (sides[1], sides[0]) if transposed else (sides[0], sides[1])
-    up_sides = weights[up_name].shape[1:]
-    up_out = up_sides[1] if transposed else up_sides[0]
-    banks = [
-        ExpertBank(name=f"{path}.{up_name}", count=count, in_features=hidden, out_features=up_out),
-        ExpertBank(name=f"{path}.{down_name}", count=count, in_features=inner, out_features=hidden),
-    ]
-    parent_path = path.rpartition(".")[0]
-    parent = layer.get_submodule(parent_path)
-    router, router_input, top_k = _router(parent, experts, count)
-    shared = first_of(config, "n_shared_experts", "num_shared_experts")
-    if shared is None or shared == 0:
-        shared = int(any("shared" in name for name, _ in parent.named_children()))
-    top_k = top_k or first_of(
-        config, "num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts"
-    )
-    return Moe(
-        path=parent_path,
-        experts=path,
-        router=f"{parent_path}.{router}" if router else None,
-        count=count,
-        top_k=top_k or 1,
-        shared=shared,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        router_input_size=router_input or hidden,
-        gated=up_out == 2 * inner,
-        banks=banks,
-    )
-
-
-def _router(
-    moe: nn.Module, experts: nn.Module, count: int
-) -> tuple[str | None, int | None, int | None]:
-    """Path in `moe`, input width and top k of the router: the module that scores every expert."""
-    for path, module in moe.named_modules():
-        weight = getattr(module, "weight", None)
-        if module is experts or "shared" in path or not isinstance(weight, nn.Parameter):
-            continue
-        if weight.ndim == 2 and weight.shape[0] >= count and ("gate" in path or "router" in path):
-            return path, weight.shape[1], first_of(module, "top_k") or first_of(moe, "top_k")
-    return None, None, first_of(moe, "top_k")
