@@ -184,10 +184,14 @@ def _reader(module: nn.Module) -> Callable[[Any, Any], Mixer] | None:
 
 
 def is_mixer(module: nn.Module) -> bool:
+    if hasattr(module, "inferred_mixer"):
+        return module.inferred_mixer is not None
     return _reader(module) is not None
 
 
 def recognise(module: nn.Module, config: Any) -> Mixer | None:
     """The mixer that a module is, by the table above; None when it is none of them."""
+    if hasattr(module, "inferred_mixer"):  # a module without a class, see `analyzers.headers`
+        return module.inferred_mixer
     read = _reader(module)
     return read(module, config) if read else None
