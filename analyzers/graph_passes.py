@@ -118,7 +118,7 @@ def _is_noop(node: fx.Node, *, mutates: bool) -> bool:
     if not name or not node.args or not isinstance(node.args[0], fx.Node):
         return False
     if node.target in DROPOUTS:
-        return name != "native_dropout" and (node.args[2] is False or node.args[1] == 0)
+        return name != "native_dropout" and (bool(node.args[2] is False or node.args[1] == 0))
     if name == "clone" and mutates:  # the copy may be there to be written to
         return False
     if not is_layout(node) and name not in CASTS | COPIES:
@@ -128,8 +128,9 @@ def _is_noop(node: fx.Node, *, mutates: bool) -> bool:
         return False
     if name in ("select", "transpose", "permute", "t", "view_as_real", "view_as_complex"):
         return False
-    same_kind = before.dtype == after.dtype and before.device == after.device
-    return same_kind and _same_layout(before, after)
+    if before.dtype != after.dtype or before.device != after.device:
+        return False
+    return _same_layout(before, after)
 
 
 def _same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
