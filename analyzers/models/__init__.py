@@ -172,8 +172,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 @functools.cache
 def register_own_models() -> None:
     """Registers the classes of this package with transformers' Auto classes, once."""
-    from analyzers.models import kimi_k3
+    from analyzers.models import kimi_k2, kimi_k3
 
+    kimi_k2.register()
     kimi_k3.register()
 
 
