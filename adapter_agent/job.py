@@ -53,9 +53,9 @@ class Options:
 def check_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """The model's config, after the cheap checks: folder, config, headers of the shards."""
     from analyzers.checkpoint import open_checkpoint
-    from analyzers.models import load_config
+    from analyzers.models import find_config
 
-    config = load_config(folder, trust_remote_code=trust_remote_code)
+    config = find_config(folder, trust_remote_code=trust_remote_code)
     open_checkpoint(folder)
     return config
 

@@ -6,7 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
@@ -16,6 +16,7 @@ from analyzers.costs import Call
 from analyzers.errors import InputError
 from analyzers.formats import Logical, logical_tensors, quantization_of
 from analyzers.graph import BlockGraph, trace_blocks
+from analyzers.headers import GenericConfig, infer_model
 from analyzers.outer import (
     multi_token,
     outer_calls,
@@ -41,7 +42,7 @@ from analyzers.structure import Kind, kinds
 from analyzers.weights import check_weights
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 STORED = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -54,17 +55,22 @@ def analyze(
 ) -> ModelAnalysis:
     """What the model in a folder is made of and what each part costs. No weight is read.
 
-    Code in the folder is imported only with `trust_remote_code`. Raises InputError for a folder
-    that is not a model, is damaged or unsafe, or that nothing here builds.
+    Code in the folder is imported only with `trust_remote_code`; without a class the structure is
+    inferred from tensor names, shapes and config. Raises InputError for a folder that is not a
+    model, or is damaged or unsafe.
     """
     say = progress or (lambda line: None)
     folder = Path(path)
-    config = models.load_config(folder, trust_remote_code=trust_remote_code)
+    config = models.find_config(folder, trust_remote_code=trust_remote_code)
     checkpoint = open_checkpoint(folder)
     say(f"config: {config.model_type}; {_weights(checkpoint)}")
-    # Tracing changes the model's config; the caller's stays as it is.
-    model = models.build_on_meta(copy.deepcopy(config))
-    notes = check_weights(model, checkpoint) if checkpoint else []
+    inferred = infer_model(config, checkpoint) if isinstance(config, GenericConfig) else None
+    if inferred is not None:
+        model, notes = cast("PreTrainedModel", inferred), inferred.notes
+    else:
+        # Tracing changes the model's config; the caller's stays as it is.
+        model = models.build_on_meta(copy.deepcopy(cast("PreTrainedConfig", config)))
+        notes = check_weights(model, checkpoint) if checkpoint else []
     for size in ("hidden_size", "vocab_size"):
         if not isinstance(getattr(model.config.get_text_config(), size, None), int):
             fix = "only decoder language models are analysed"
@@ -88,7 +94,10 @@ def analyze(
     experts = _experts(layer_kinds, dtype, data, stored)
     notes += assumed + _notes(layer_kinds) + _config_notes(data, beside)
 
-    graphs, fidelity, reason = _traced(model, layer_kinds, calls)
+    if inferred is not None:
+        graphs, fidelity, reason = [None] * len(layer_kinds), "headers", inferred.reason
+    else:
+        graphs, fidelity, reason = _traced(model, layer_kinds, calls)
     say(f"fidelity {fidelity}: {reason}")
     return ModelAnalysis(
         model_type=config.model_type,
@@ -202,16 +211,21 @@ def _block(kind: Kind, calls: list[Call], graph: BlockGraph | None) -> Block:
         for path, module in kind.module.named_modules()
         if isinstance(module, nn.Linear)
     ]
+    parts = tally.parts(count, calls)
+    if graph and graph.saved is not None and graph.adapted_saved is not None:
+        parts = tally.measured(parts, graph.saved, graph.adapted_saved)
     return Block(
         kind=f"{kind.mixer}+{kind.feed_forward}",
         module_class=type(kind.module).__name__,
         layers=kind.layers,
         mixer=kind.mixer,
         feed_forward=kind.feed_forward,
-        parts=tally.parts(count, calls),
+        parts=parts,
         linears=linears,
         banks=[bank for moe in kind.moes for bank in moe.banks],
         mixer_attributes=kind.mixers[0].attributes if kind.mixers else {},
+        saved_from="graph" if graph and graph.saved is not None else "formula",
+        graph=graph and graph.document,
     )
 
 
@@ -265,28 +279,35 @@ def _config_notes(data: dict[str, Any], towers: list[Tower]) -> list[str]:
 def _traced(
     model: PreTrainedModel, layer_kinds: list[Kind], calls: list[list[Call]]
 ) -> tuple[list[BlockGraph | None], Fidelity, str]:
-    """The graphs, and whether they agree with what the modules say; none when export fails."""
+    """The graphs, and whether they agree with what the modules say; none when nothing traces."""
     try:
-        graphs = trace_blocks(model, layer_kinds)
-    except Exception as e:  # export raises anything on code that it cannot follow
+        trace = trace_blocks(model, layer_kinds)
+    except Exception as e:  # tracing raises anything on code that it cannot follow
         first = str(e).strip().partition("\n")[0]
         reason = f"counted from modules; torch.export failed: {type(e).__name__}: {first:.200}"
         return [None] * len(layer_kinds), "structural", reason
-    nodes = sum(graph.nodes for graph in graphs)
-    reason = f"torch.export graph of each of {len(graphs)} kinds of layers, {nodes} nodes"
+    nodes = sum(len(graph.document.nodes) for graph in trace.blocks)
+    way = "torch.export" if trace.exported else "make_fx"
+    reason = f"{way} graph of each of {len(trace.blocks)} kinds of layers, {nodes} nodes"
     differences = [
         difference
-        for kind, kind_calls, graph in zip(layer_kinds, calls, graphs, strict=True)
+        for kind, kind_calls, graph in zip(layer_kinds, calls, trace.blocks, strict=True)
         for difference in _differences(kind, kind_calls, graph)
     ]
     agreement = "; ".join(differences) or "its calls are those counted from the modules"
-    return list(graphs), "traced", f"{reason}; {agreement}"
+    fidelity: Fidelity = "traced" if trace.exported else "structural"
+    return list(trace.blocks), fidelity, "; ".join([reason, agreement, *trace.notes])
 
 
 COMPARED = (
     "linear",
     "kda",
     "gated_delta_rule",
+    "gated_linear_attention",
+    "lightning_attention",
+    "ssd",
+    "selective_scan",
+    "short_convolution",
     "scaled_dot_product_attention",
     "sparse_attention",
     "experts",
@@ -298,10 +319,10 @@ def _differences(kind: Kind, calls: list[Call], graph: BlockGraph) -> list[str]:
     """Where graph and modules disagree on the calls of a block or the work of its linears."""
     counted = Counter(call.operator for call in calls)
     found = [
-        f"{kind.mixer}+{kind.feed_forward} calls {name} {graph.operators[name]} times in the graph,"
+        f"{kind.mixer}+{kind.feed_forward} calls {name} {graph.calls[name]} times in the graph,"
         f" {counted[name]} by modules"
         for name in COMPARED
-        if graph.operators[name] != counted[name]
+        if graph.calls[name] != counted[name]
     ]
     flops = sum(call.forward.flops.per_token for call in calls if call.operator == "linear")
     if not found and flops != graph.linear_flops:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from analyzers.headers import GenericConfig
+
 MAX_CONFIG_BYTES = 10_000_000
 LANGUAGE_MODELS = (
     "CAUSAL_LM",
@@ -48,39 +50,91 @@ def is_named(part: str, name: str) -> bool:
 def load_config(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The config of a model folder, as the class of its `model_type`.
 
-    Code in the folder is imported only with `trust_remote_code`. Raises InputError when there is no
-    folder, no config, broken JSON, a value that the class refuses, or a type that nothing builds.
+    Raises InputError as `find_config` does, and for a type that nothing here builds.
     """
+    from analyzers.headers import GenericConfig
+
+    config = find_config(folder, trust_remote_code=trust_remote_code)
+    if isinstance(config, GenericConfig):
+        raise InputError(
+            Path(folder) / "config.json",
+            field="model_type",
+            fault=config.reason,
+            fix="or give a transformers release that has it, or a class under analyzers/models/",
+        )
+    return config
+
+
+def find_config(
+    folder: str | Path, *, trust_remote_code: bool = False
+) -> PreTrainedConfig | GenericConfig:
+    """The config of a model folder, as the class of its `model_type` or, where nothing here builds
+    that, as it stands in the file, with the reason.
+
+    Code in the folder is imported only with `trust_remote_code`. Raises InputError when there is no
+    folder, no config, broken JSON, or a value that the class refuses.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from analyzers.headers import GenericConfig
+
     folder = Path(folder)
     data = read_config(folder)
-    path = folder / "config.json"
+    register_own_models()
+    model_type = data.get("model_type", "unknown")
+    if not isinstance(model_type, str) or not model_type:
+        fix = "use a transformers model folder, whose config names its type"
+        raise InputError(folder / "config.json", field="model_type", fault="is no name", fix=fix)
+    if model_type not in CONFIG_MAPPING:
+        reason = _no_class(folder, data, trust_remote_code)
+        if reason is not None:
+            return GenericConfig(data, str(folder), reason)
+    config = _of_class(folder, data, model_type)
+    config.name_or_path = str(folder)
+    return config
 
+
+def _of_class(folder: Path, data: dict[str, Any], model_type: str) -> PreTrainedConfig:
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    register_own_models()
-    model_type = data.get("model_type")
-    if not isinstance(model_type, str) or not model_type:
-        fix = "use a transformers model folder, whose config names its type"
-        raise InputError(path, field="model_type", fault="is missing or not a name", fix=fix)
-    own_code = "AutoConfig" in (data.get("auto_map") or {})
-    if model_type not in CONFIG_MAPPING and not (own_code and trust_remote_code):
-        raise _nothing_builds(path, model_type, own_code)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # advice to authors of configs
             if model_type in CONFIG_MAPPING:
-                config = CONFIG_MAPPING[model_type].from_dict(data)
-            else:
-                config = AutoConfig.from_pretrained(
-                    folder, trust_remote_code=True, local_files_only=True
-                )
+                return CONFIG_MAPPING[model_type].from_dict(data)
+            return AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
     except Exception as e:  # config classes raise anything, from TypeError to their own errors
         first = str(e).strip().partition("\n")[0] or type(e).__name__
         fault = f"is refused by the class of '{model_type}': {first:.300}"
-        raise InputError(path, fault=fault, fix="correct the value") from e
-    config.name_or_path = str(folder)
-    return config
+        raise InputError(folder / "config.json", fault=fault, fix="correct the value") from e
+
+
+def _no_class(folder: Path, data: dict[str, Any], trust_remote_code: bool) -> str | None:
+    """Why nothing builds a model of a type that transformers lacks; None when its own code may."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_type = data.get("model_type")
+    if model_type is None:
+        return "config.json names no model_type"
+    near = difflib.get_close_matches(model_type, list(CONFIG_MAPPING), n=1, cutoff=0.85)
+    reason = f"no class for '{model_type:.60}' in transformers {transformers.__version__}"
+    reason += f" (did you mean '{near[0]}'?)" if near else ""
+    own = data.get("auto_map")
+    own = own if isinstance(own, dict) else {}
+    names = [str(own.get(name)) for name in ("AutoConfig", "AutoModelForCausalLM")]
+    files = [f"{name.rpartition('.')[0]}.py" for name in names]
+    # Code of another repository (`owner/name--file.Class`) is no file here: nothing is downloaded.
+    missing = [file for file in files if not (folder / file).is_file() or "/" in file]
+    if "AutoConfig" not in own:
+        return reason
+    if missing:
+        return f"{reason}, and the folder lacks the code that its config names"
+    if not trust_remote_code:
+        untrusted = "the folder's own code was not trusted (--trust-remote-code would build it)"
+        return f"{reason}; {untrusted}"
+    return None
 
 
 def build_on_meta(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -176,21 +230,3 @@ def register_own_models() -> None:
 
     kimi_k2.register()
     kimi_k3.register()
-
-
-def _nothing_builds(where: Path, model_type: str, own_code: bool) -> InputError:
-    import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    near = difflib.get_close_matches(model_type, list(CONFIG_MAPPING), n=1, cutoff=0.85)
-    ways = ["a transformers release that has it"]
-    if own_code:
-        ways.append("the folder's own code with --trust-remote-code")
-    ways.append("a class under analyzers/models/")
-    return InputError(
-        where,
-        field="model_type",
-        fault=f"nothing here builds '{model_type:.60}' with transformers {transformers.__version__}"
-        + (f", did you mean '{near[0]}'?" if near else ""),
-        fix=f"what would: {'; '.join(ways)}",
-    )

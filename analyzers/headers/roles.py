@@ -1,0 +1,237 @@
+"""Which token mixer a module is, from the names and shapes of what lies in it.
+
+The readers in `analyzers.mixers` ask attributes that a class gives its modules; here there are
+none, so sizes come from the shapes of the projections, and from the config where a shape leaves
+them open (how many heads share a projection).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from analyzers.headers.keys import GenericConfig
+from analyzers.headers.skeleton import ExpertBanks, Inferred
+from analyzers.mixers import Attributes, Mixer
+
+QUERY = ("q_proj", "wq", "query", "q", "q_lin")
+KEY = ("k_proj", "wk", "key", "k", "k_lin")
+VALUE = ("v_proj", "wv", "value", "v", "v_lin")
+FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack", "qkv", "wqkv", "in_proj")
+OUTPUT = ("o_proj", "out_proj", "wo", "dense", "c_proj", "o", "proj", "out_lin")
+OUTPUT_GATE = ("g_proj", "output_gate", "gate_proj")
+OUTPUT_NORM = ("g_norm", "o_norm", "norm", "out_norm")
+GUESSED_HEAD = 128
+
+
+def name_mixers(layer: nn.Module, config: GenericConfig, kind: str) -> list[Mixer]:
+    """Finds the token mixers of a layer and lets each module carry its own.
+
+    `kind` is what the config says of the layer, as `keys.mixers` words it.
+    """
+    found = []
+    pending = [layer]
+    while pending:
+        module = pending.pop(0)
+        is_candidate = isinstance(module, Inferred) and module is not layer
+        mixer = mixer_of(module, config, kind) if is_candidate else None
+        if mixer is None:
+            pending += [m for m in module.children() if not isinstance(m, ExpertBanks)]
+        else:
+            module.inferred_mixer = mixer
+            found.append(mixer)
+    return found
+
+
+def mixer_of(module: nn.Module, config: GenericConfig, kind: str) -> Mixer | None:
+    """The mixer that a module is; None when it is none, or none that is known."""
+    vectors = {n.rpartition(".")[2]: p.numel() for n, p in module.named_parameters()}
+    children = dict(module.named_children())
+    out = _first(children, OUTPUT)
+    if out is None:
+        return None
+    if "A_log" in vectors and "dt_bias" in vectors:
+        decays = "D" in vectors and _conv_channels(module) > 0
+        return _mamba2(module, config, out) if decays else _delta_rule(module, config, out)
+    if "kv_b_proj" in children:
+        return _latent_attention(children, config, out)
+    query, fused = _first(children, QUERY), _first(children, FUSED)
+    if query is None and fused is None:
+        return None
+    if any("gk_" in name or name == "gk_proj" for name in children):
+        return _gated_linear_attention(children, config, out)
+    if _first(children, OUTPUT_GATE) and any(name in children for name in OUTPUT_NORM):
+        return _lightning(children, config, out)
+    return _attention(children, config, out, kind)
+
+
+def _first(children: dict[str, nn.Module], names: tuple[str, ...]) -> nn.Linear | None:
+    found = (children.get(name) for name in names)
+    return next((m for m in found if isinstance(m, nn.Linear)), None)
+
+
+def _conv_channels(module: nn.Module) -> int:
+    return sum(m.in_channels for m in module.modules() if isinstance(m, nn.Conv1d))
+
+
+def _conv_taps(module: nn.Module) -> int:
+    return next((m.kernel_size[0] for m in module.modules() if isinstance(m, nn.Conv1d)), 0)
+
+
+def _parameter(module: nn.Module, last: str) -> int:
+    return next(p.numel() for n, p in module.named_parameters() if n.rpartition(".")[2] == last)
+
+
+def _norm_width(children: dict[str, nn.Module], names: tuple[str, ...]) -> int | None:
+    for name in names:
+        weight = getattr(children.get(name), "weight", None)
+        if isinstance(weight, nn.Parameter) and weight.ndim == 1:
+            return weight.numel()
+    return None
+
+
+def _divided(total: int, *parts: int | None) -> Iterator[int]:
+    """Of these, what divides `total`."""
+    yield from (p for p in parts if p and total % p == 0)
+
+
+# ------------------------------------------------------------------------------------ attention
+
+
+def _head_dim(children: dict[str, nn.Module], config: GenericConfig, width: int) -> int:
+    """Width of a value head: the config's, or that of a norm of each head, or a usual one."""
+    norm = _norm_width(children, ("q_norm", "k_norm", "query_layernorm"))
+    heads = config.num_attention_heads
+    by_heads = width // heads if heads and width % heads == 0 else None
+    per_head = norm if norm != width else None
+    return next(_divided(width, by_heads, config.head_dim, per_head, GUESSED_HEAD), width)
+
+
+def _attention(
+    children: dict[str, nn.Module], config: GenericConfig, out: nn.Linear, kind: str
+) -> Mixer:
+    """Softmax attention; its heads are as wide as the config says or a norm of them is."""
+    dim = _head_dim(children, config, out.in_features)
+    heads = out.in_features // dim
+    key, fused = _first(children, KEY), _first(children, FUSED)
+    if key is not None:
+        kv_heads = max(1, key.out_features // dim)
+    elif fused is not None:
+        kv_heads = max(1, (fused.out_features // dim - heads) // 2)
+    else:
+        kv_heads = config.num_key_value_heads or heads
+    attributes: Attributes = {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "key_dim": dim,
+        "value_dim": dim,
+    }
+    if kind == "sliding" and config.sliding_window:
+        attributes["window"] = config.sliding_window
+        return Mixer("sliding_attention", "scaled_dot_product_attention", attributes)
+    return Mixer("full_attention", "scaled_dot_product_attention", attributes)
+
+
+def _latent_attention(
+    children: dict[str, nn.Module], config: GenericConfig, out: nn.Linear
+) -> Mixer:
+    up, query = children["kv_b_proj"], _first(children, ("q_b_proj", *QUERY))
+    rank = up.in_features if isinstance(up, nn.Linear) else config.kv_lora_rank or 0
+    heads = config.num_attention_heads or config.num_key_value_heads
+    if not heads:  # v_head_dim is all that is left to tell it
+        heads = out.in_features // (config.v_head_dim or GUESSED_HEAD) or 1
+    value_dim = out.in_features // heads
+    key_dim = query.out_features // heads if query is not None else value_dim
+    attributes: Attributes = {
+        "heads": heads,
+        "kv_heads": heads,
+        "key_dim": key_dim,
+        "value_dim": value_dim,
+        "latent_dim": rank,
+    }
+    indexer = children.get("indexer")
+    if indexer is None:
+        return Mixer("mla", "scaled_dot_product_attention", attributes)
+    return Mixer("sparse_topk", "sparse_attention", attributes | _indexer(indexer, config))
+
+
+def _indexer(indexer: nn.Module, config: GenericConfig) -> Attributes:
+    inside = dict(indexer.named_children())
+    weights = _first(inside, ("weights_proj",))
+    key = _first(inside, ("wk", "k_proj"))
+    return {
+        "top_k": config.index_topk or 2048,
+        "index_heads": weights.out_features if weights else config.index_n_heads or 1,
+        "index_dim": key.out_features if key else config.index_head_dim or GUESSED_HEAD,
+    }
+
+
+# ----------------------------------------------------------------------------- linear attention
+
+
+def _delta_rule(module: nn.Module, config: GenericConfig, out: nn.Linear) -> Mixer:
+    """KDA when every key channel decays on its own, Gated DeltaNet when a head does."""
+    children = dict(module.named_children())
+    decays, rates = _parameter(module, "dt_bias"), _parameter(module, "A_log")
+    beta = _first(children, ("b_proj", "in_proj_b"))
+    value_heads = beta.out_features if beta else min(rates, decays)
+    per_channel = decays > value_heads
+    values = out.in_features
+    query, value = _first(children, QUERY), _first(children, VALUE)
+    values = value.out_features if value else values
+    keys = query.out_features if query else (_conv_channels(module) - values) // 2
+    heads = value_heads
+    if not per_channel:
+        heads = next(_divided(keys, config.linear_num_key_heads, value_heads), 1)
+    attributes: Attributes = {
+        "heads": heads,
+        "value_heads": value_heads,
+        "key_dim": keys // heads,
+        "value_dim": values // value_heads,
+        "gate": "per_channel" if per_channel else "per_head",
+        "qk_l2norm": True,  # part of both operators as they are published
+        "conv_kernel_size": _conv_taps(module),
+    }
+    if per_channel:
+        return Mixer("kda", "kda", attributes)
+    return Mixer("gated_delta_net", "gated_delta_rule", attributes)
+
+
+def _mamba2(module: nn.Module, config: GenericConfig, out: nn.Linear) -> Mixer:
+    heads, groups = _parameter(module, "A_log"), config.mamba_n_groups or 1
+    attributes: Attributes = {
+        "heads": heads,
+        "value_dim": out.in_features // heads,
+        "key_dim": (_conv_channels(module) - out.in_features) // (2 * groups),
+        "groups": groups,
+        "conv_kernel_size": _conv_taps(module),
+    }
+    return Mixer("mamba2", "ssd", attributes)
+
+
+def _gated_linear_attention(
+    children: dict[str, nn.Module], config: GenericConfig, out: nn.Linear
+) -> Mixer:
+    """A decay of each key channel from a projection, no delta rule."""
+    query, value = _first(children, QUERY), _first(children, VALUE)
+    values = value.out_features if value else out.in_features
+    norm = _norm_width(children, OUTPUT_NORM)
+    per_head = values // norm if norm and values % norm == 0 and norm < values else None
+    stated = (config.linear_num_key_heads, config.num_attention_heads)
+    heads = next(_divided(values, per_head, *stated), 1)
+    keys = query.out_features if query else values
+    attributes: Attributes = {
+        "heads": heads,
+        "key_dim": keys // heads,
+        "value_dim": values // heads,
+    }
+    return Mixer("gla", "gated_linear_attention", attributes)
+
+
+def _lightning(children: dict[str, nn.Module], config: GenericConfig, out: nn.Linear) -> Mixer:
+    """Linear attention whose decay is a constant of the head, with a norm and a gate after it."""
+    dim = _head_dim(children, config, out.in_features)
+    heads = out.in_features // dim
+    attributes: Attributes = {"heads": heads, "key_dim": dim, "value_dim": dim}
+    return Mixer("lightning", "lightning_attention", attributes)

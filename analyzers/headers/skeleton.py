@@ -1,0 +1,217 @@
+"""Tensor names and shapes -> a tree of modules on the meta device, as a class would have built it.
+
+A name's dots are the tree. What a leaf is, its shape says: a matrix is a linear layer, a vector a
+norm, `[channels, 1, taps]` a depthwise convolution. Experts that lie one by one become one stacked
+parameter a matrix, `[experts, out, in]`, so that half a million tensors are a few hundred modules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from analyzers.mixers import Mixer
+
+Shape = tuple[int, ...]
+Shapes = dict[str, Shape]
+
+EXPERT = re.compile(
+    r"^(?P<list>(?:.+\.)?(?![^.]*shared)[^.]*expert[^.]*)\.(?P<index>\d{1,8})\.(?P<rest>.+)$"
+)
+LAST = ("down", "w2", "fc2", "wo", "c_proj", "output")
+"""Parts of names of an expert's last matrix."""
+EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embeddings", "embed_in")
+MAX_DEPTH = 24
+MAX_ELEMENTS = 2**62
+"""Of one tensor: torch counts elements and bytes in 64 bits."""
+
+
+class Inferred(nn.Module):
+    """A module known by its tensors alone."""
+
+    inferred_mixer: Mixer | None = None
+    """Set where the module mixes tokens; see `analyzers.mixers.recognise`."""
+
+
+class ExpertBanks(Inferred):
+    """All experts of a layer; each child `weight` is `[experts, out, in]`."""
+
+    layout: Literal["stacked", "module_list"] = "stacked"
+    is_transposed = False
+
+
+class GatedRMSNorm(nn.RMSNorm):
+    """A norm whose output a gate multiplies."""
+
+
+@dataclass
+class Node:
+    """One dotted prefix of the names."""
+
+    shapes: dict[str, Shape] = field(default_factory=dict)
+    """Of the tensors that lie here, by last word."""
+    children: dict[str, Node] = field(default_factory=dict)
+    experts: int = 0
+    """How many experts were stacked into what lies below; 0 elsewhere."""
+
+
+def build(shapes: Mapping[str, Shape]) -> tuple[nn.Module, list[str]]:
+    """The tree of modules of these tensors, and notes on what does not fit in one."""
+    notes: list[str] = []
+    stacked, counts = stack_experts(shapes, notes)
+    root = Node()
+    left_out = 0
+    for name, shape in stacked.items():
+        *path, last = name.split(".")
+        if len(path) > MAX_DEPTH or elements(shape) >= MAX_ELEMENTS:
+            left_out += 1
+            continue
+        node = root
+        for word in path:
+            node = node.children.setdefault(_safe(word), Node())
+        node.shapes[_safe(last)] = shape
+    for name, count in counts.items():
+        _find(root, name).experts = count
+    if left_out:
+        notes.append(f"{left_out} tensors with absurd names or shapes are not counted")
+    return _module("", root), notes
+
+
+def stack_experts(
+    shapes: Mapping[str, Shape], notes: list[str]
+) -> tuple[dict[str, Shape], dict[str, int]]:
+    """The shapes with every list of alike experts stacked, and the number of experts by list.
+
+    `mlp.experts.7.w1.weight [I, H]` becomes `mlp.experts.w1.weight [E, I, H]`.
+    """
+    lists: dict[str, dict[str, dict[int, Shape]]] = defaultdict(lambda: defaultdict(dict))
+    found: dict[str, Shape] = {}
+    for name, shape in shapes.items():
+        if match := EXPERT.match(name):
+            lists[match["list"]][match["rest"]][int(match["index"])] = shape
+        else:
+            found[name] = shape
+    counts: dict[str, int] = {}
+    for owner, matrices in lists.items():
+        counts[owner] = max(len(of_expert) for of_expert in matrices.values())
+        for rest, of_expert in matrices.items():
+            kinds = set(of_expert.values())
+            if len(kinds) > 1 or len(of_expert) != counts[owner]:
+                notes.append(f"the experts of {owner:.120} are not alike: {rest:.60}")
+            largest = max(kinds, key=elements)
+            found[f"{owner}.{rest}"] = (len(of_expert), *largest)
+    return found, counts
+
+
+def is_expert(path: str) -> bool:
+    """Whether a list at this path is one of routed experts."""
+    return EXPERT.match(f"{path}.0.weight") is not None
+
+
+def elements(shape: Shape) -> int:
+    count = 1
+    for side in shape:
+        count *= side
+    return count
+
+
+def _safe(word: str) -> str:
+    """A word that does not hide an attribute of `nn.Module`."""
+    return f"{word}_" if not word or hasattr(nn.Module, word) or word == "training" else word
+
+
+def _find(root: Node, name: str) -> Node:
+    node = root
+    for word in name.split("."):
+        node = node.children.setdefault(_safe(word), Node())
+    return node
+
+
+def _module(name: str, node: Node) -> nn.Module:
+    """The module of a node, whose own word is `name`."""
+    if node.experts:
+        return _stack_of_experts(node)
+    if node.shapes and not node.children and (leaf := _leaf(name, node.shapes)) is not None:
+        return leaf
+    below = {word: _module(word, child) for word, child in node.children.items()}
+    if below and not node.shapes and all(word.isdecimal() for word in below):
+        return nn.ModuleList([below[word] for word in sorted(below, key=int)])
+    experts = {word: s for word, s in node.shapes.items() if len(s) == 3 and "conv" not in word}
+    module = ExpertBanks() if len(experts) > 1 else Inferred()
+    for word, shape in node.shapes.items():
+        module.register_parameter(word, _parameter(shape))
+    for word, child in below.items():
+        module.add_module(word if not hasattr(module, word) else f"{word}_", child)
+    if isinstance(module, ExpertBanks):
+        module.is_transposed = _is_transposed(experts)
+    return module
+
+
+def _stack_of_experts(node: Node) -> ExpertBanks:
+    """One child for each matrix of an expert, whose weight is that of all experts."""
+    module = ExpertBanks()
+    module.layout = "module_list"
+    for word, shape in node.shapes.items():
+        module.register_parameter(word, _parameter(shape))
+    for name, shapes in sorted(_matrices(node), key=lambda item: (is_last(item[0]), item[0])):
+        holder = Inferred()
+        for word, shape in shapes.items():
+            holder.register_parameter(word, _parameter(shape))
+        module.add_module(name if not hasattr(module, name) else f"{name}_", holder)
+    return module
+
+
+def _matrices(node: Node, prefix: str = "") -> Iterator[tuple[str, dict[str, Shape]]]:
+    """What lies below a node, dots as underscores."""
+    for word, child in node.children.items():
+        if child.shapes:
+            yield prefix + word, child.shapes
+        yield from _matrices(child, f"{prefix}{word}_")
+
+
+def is_last(name: str) -> bool:
+    return any(part in name for part in LAST)
+
+
+def _is_transposed(banks: Mapping[str, Shape]) -> bool:
+    """Whether 3-D weights are `[experts, in, out]`, from an up and a down matrix that must fit."""
+    down = next((s for word, s in banks.items() if is_last(word)), None)
+    up = next((s for word, s in banks.items() if not is_last(word)), None)
+    if down is None or up is None:
+        return False
+    hidden, inner = down[1:]
+    as_is = up[2] == hidden and up[1] in (inner, 2 * inner)
+    inner, hidden = down[1:]
+    return not as_is and up[1] == hidden and up[2] in (inner, 2 * inner)
+
+
+def _parameter(shape: Shape) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+
+
+def _leaf(name: str, shapes: dict[str, Shape]) -> nn.Module | None:
+    """The library's module for a weight, maybe with a bias; None where the shapes fit none."""
+    weight, bias = shapes.get("weight"), shapes.get("bias")
+    if weight is None or shapes.keys() - {"weight", "bias"}:
+        return None
+    meta: dict[str, Any] = {"device": "meta"}
+    match weight:
+        case (width,) if bias is None:
+            return nn.RMSNorm(width, **meta)
+        case (width,) if bias == weight:
+            return nn.LayerNorm(width, **meta)
+        case (rows, width) if name in EMBEDDINGS and bias is None:
+            return nn.Embedding(rows, width, **meta)
+        case (rows, width) if bias in (None, (rows,)):
+            return nn.Linear(width, rows, bias=bias is not None, **meta)
+        case (channels, 1, taps) if bias in (None, (channels,)) and channels and taps:
+            return nn.Conv1d(
+                channels, channels, taps, groups=channels, bias=bias is not None, **meta
+            )
+    return None
