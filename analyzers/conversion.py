@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from analyzers.errors import InputError
+from analyzers.names import MARK, NUMBER, Family, families, natural_key, numbers_in
 
 if TYPE_CHECKING:
     import torch
@@ -116,7 +117,6 @@ def plan_conversion(
     from transformers.core_model_loading import (
         WeightConverter,
         WeightRenaming,
-        dot_natural_key,
         rename_source_key,
     )
 
@@ -125,27 +125,39 @@ def plan_conversion(
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     by_pattern = {p: c for c in converters for p in c.source_patterns}
-    prefix = model.base_model_prefix
 
+    def rename(key: str) -> tuple[str, str | None]:
+        return rename_source_key(key, renamings, converters)
+
+    patterns = [p for t in transforms for p in t.source_patterns]
+    prefix = model.base_model_prefix
     grouped: dict[str, tuple[Any, dict[str, list[str]]]] = {}
     unexpected: list[str] = []
-    for key in sorted(checkpoint_names, key=dot_natural_key):
-        target, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
-        if target not in wanted and key in wanted:
-            target, pattern = rename_source_key(
-                key, [], [], base_model_prefix=prefix, meta_state_dict=wanted
-            )
-        if target not in wanted:
-            unexpected.append(key)
-            continue
-        converter = by_pattern[pattern] if pattern is not None else None
-        _, sources = grouped.setdefault(target, (converter, {}))
-        sources.setdefault(pattern or key, []).append(key)
+    for family in families(checkpoint_names, numbers_in(patterns)):
+        for (target, pattern), keys in _renamed(family, rename).items():
+            found = _prefixed(target, prefix, wanted)
+            if found is None:
+                for key in keys:
+                    if (found := _prefixed(key, prefix, wanted)) is not None:
+                        grouped.setdefault(found, (None, {}))[1][key] = [key]
+                    else:
+                        unexpected.append(key)
+                continue
+            converter = by_pattern[pattern] if pattern is not None else None
+            _, sources = grouped.setdefault(found, (converter, {}))
+            if pattern is None:
+                sources |= {key: [key] for key in keys}
+            elif pattern in sources:
+                sources[pattern] = sorted(sources[pattern] + keys, key=natural_key)
+            else:
+                sources[pattern] = keys
 
     recipes: dict[str, Recipe] = {}
-    for first, (converter, sources) in grouped.items():
+    for first, (converter, sources) in sorted(grouped.items(), key=lambda g: natural_key(g[0])):
         targets = [first]
         if converter is not None:
+            # Operations that join tensors take them in the order of names, as in the loader.
+            sources = dict(sorted(sources.items(), key=lambda item: natural_key(item[1][0])))
             head, *others = converter.target_patterns
             targets += [first.replace(head, other) for other in others]
         for target in targets:
@@ -153,7 +165,42 @@ def plan_conversion(
 
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     missing = [name for name in wanted if name not in recipes and name not in tied]
-    return Conversion(recipes, missing, [k for k in unexpected if not _ignored(model, k)])
+    unexpected = sorted((k for k in unexpected if not _ignored(model, k)), key=natural_key)
+    return Conversion(recipes, missing, unexpected)
+
+
+def _renamed(
+    family: Family, rename: Callable[[str], tuple[str, str | None]]
+) -> dict[tuple[str, str | None], list[str]]:
+    """Names by their target and converter pattern.
+
+    One renaming serves a family: where its numbers went, those of the others go. A renaming that
+    computes with numbers is found out by two members, and then each name is renamed.
+    """
+    marks = tuple(str(MARK + i) for i in range(len(family.words) - 1))
+    target, pattern = rename(family.name(marks))
+    words = NUMBER.split(target)
+    kept = [marks.index(word) for word in words[1::2] if word in marks]
+    made = words[1::2] == [marks[i] for i in kept]
+    found: dict[tuple[str, ...], list[str]] = {}
+    for numbers, name in family.names.items():
+        found.setdefault(tuple([numbers[i] for i in kept]), []).append(name)
+    targets = {
+        ("".join(w + n for w, n in zip(words[::2], (*key, ""), strict=True)), pattern): names
+        for key, names in (found.items() if made else ())
+    }
+    first, *_, last = [*family.names.values()] * 2
+    if not all(name in targets.get(rename(name), ()) for name in (first, last)):
+        targets = {}
+        for name in family.names.values():
+            targets.setdefault(rename(name), []).append(name)
+    return targets
+
+
+def _prefixed(name: str, prefix: str, wanted: Mapping[str, Any]) -> str | None:
+    """The name in `wanted`, without the base model's prefix, with it or as it is."""
+    names = (name.removeprefix(f"{prefix}."), f"{prefix}.{name}") if prefix else ()
+    return next((n for n in (*names, name) if n in wanted), None)
 
 
 def _ignored(model: PreTrainedModel, key: str) -> bool:

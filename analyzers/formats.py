@@ -30,7 +30,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from analyzers.checkpoint import CheckpointFolder, TensorInfo
+from analyzers.checkpoint import CheckpointFolder, TensorInfo, collector_paused
 from analyzers.schema import Difference
 
 Shape = tuple[int, ...]
@@ -134,20 +134,21 @@ def stored_weights(checkpoint: CheckpointFolder, quantization: Mapping[str, Any]
     """The weights of a checkpoint, with a difference for each part that does not fit."""
     tensors, told, stored = checkpoint.tensors, Scheme.of(quantization), Stored()
     parts: set[str] = set()
-    for name, codes in tensors.items():
-        stem = _stem(name, codes, tensors)
-        if stem is None:
-            continue
-        scale = _scale(stem, tensors)
-        if scale is None and name == stem:
-            continue  # eight bits without a scale are stored as they are used
-        stored.tensors[stem] = _packed(stem, codes, scale, told, stored.faults)
-        parts.update(stored.tensors[stem].parts)
-    for name, info in tensors.items():
-        if name not in parts and not _joined(info, stored, tensors):
-            kind = PLAIN.get(info.dtype, info.dtype.lower())
-            whole = Logical(name, info.shape, info.dtype, kind, info.nbytes, (name,))
-            stored.tensors[name] = whole
+    with collector_paused():
+        for name, codes in tensors.items():
+            stem = _stem(name, codes, tensors)
+            if stem is None:
+                continue
+            scale = _scale(stem, tensors)
+            if scale is None and name == stem:
+                continue  # eight bits without a scale are stored as they are used
+            stored.tensors[stem] = packed = _packed(stem, codes, scale, told, stored.faults)
+            parts.update(packed.parts)
+        for name, info in tensors.items():
+            if name not in parts and not _joined(info, stored, tensors):
+                kind = PLAIN.get(info.dtype, info.dtype.lower())
+                whole = Logical(name, info.shape, info.dtype, kind, info.nbytes, (name,))
+                stored.tensors[name] = whole
     return stored
 
 
