@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 
@@ -29,6 +30,23 @@ def _part(name: PartName, parameters: int, calls: list[Call]) -> Part:
         saved_bytes=_sum(call.saved for call in mine),
         adapted_saved_bytes=_sum(call.adapter.saved_bytes for call in mine if call.adapter),
     )
+
+
+def measured(
+    parts: list[Part], saved: dict[PartName, Work], adapted: dict[PartName, Work]
+) -> list[Part]:
+    """The parts with the saved bytes of a graph in place of those of formulas. A part that only the
+    graph has is glue between the others (the additions of a residual)."""
+    names = [p.name for p in parts]
+    glue = [Part(name=n, parameters=0, flops=Work()) for n in saved if n not in names]
+    return [
+        dataclasses.replace(
+            part,
+            saved_bytes=saved.get(part.name, Work()),
+            adapted_saved_bytes=adapted.get(part.name, Work()),
+        )
+        for part in [*parts, *glue]
+    ]
 
 
 def operators(

@@ -1,0 +1,407 @@
+"""One fx graph a kind of layer, from one export of a decoder that has one layer of each kind.
+
+The decoder is cut down and exported in one piece on the meta device, so that masks, positions and
+whatever else layers hand to one another are made by the model's own code; 93 layers cost what three
+cost. Batch and sequence stay symbolic where the code allows it.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import fx, nn
+from torch.export import Dim
+from torch.export.graph_signature import InputKind
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+
+from analyzers.graph.opaque import NAMESPACE, replaced
+from analyzers.structure import Kind, decoder_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Dimension = Literal["batch", "sequence"]
+DIMENSIONS: tuple[Dimension, Dimension] = ("batch", "sequence")
+PRIMES = (251, 241, 239, 233)
+"""Lengths to export at: a prime that divides no width tells a tensor's power of the length."""
+
+
+@dataclass
+class LayerGraph:
+    """The calls of one layer, `module`, whose nodes carry this in `meta`:
+
+    call_function: `val` (fake tensor, or what it returns), `operator` (normalised name), `path` of
+    the calling module in the layer, `part`, `whole` (path of the module whose calls count as one:
+    a norm, a router; else None), `grad` (whether gradients are recorded).
+    placeholder: `val`, `role` ("parameter", "buffer" or "input"), `path` of a weight in the layer
+    or in the decoder, `grad` (whether it depends on the layer's input).
+    """
+
+    kind: Kind
+    module: fx.GraphModule
+    batch: int
+    tokens: int
+    """Batch and length of the export."""
+    dynamic: list[Dimension]
+    symbols: dict[Any, Dimension] = field(default_factory=dict)
+    starts: float = 1
+    """Block starts that attention residuals hand to a layer, the mean over the layers of the kind;
+    the cut-down decoder has one."""
+
+    def calls(self) -> Iterator[fx.Node]:
+        return (n for n in self.module.graph.nodes if n.op == "call_function")
+
+    def placeholders(self) -> list[fx.Node]:
+        return [n for n in self.module.graph.nodes if n.op == "placeholder"]
+
+    def arguments(self, batch: int, tokens: int, starts: int = 1) -> list[Any]:
+        """What the placeholders take, on the meta device, for `starts` block starts."""
+        values = [self._concrete(n.meta["val"], batch, tokens) for n in self.placeholders()]
+        if starts == 1 or self.starts == 1:
+            return values
+        bank = next(
+            i for i, v in enumerate(values) if getattr(v, "ndim", 0) == 4 and v.shape[2] == 1
+        )
+        values[bank] = values[bank].repeat(1, 1, starts, 1)
+        return values
+
+    def _concrete(self, value: Any, batch: int, tokens: int) -> Any:
+        """A value at this batch and length: a meta tensor, a number."""
+        if not isinstance(value, torch.Tensor):
+            return self.number(value, batch, tokens)
+        sizes = [self.number(size, batch, tokens) for size in value.shape]
+        return torch.empty(sizes, dtype=value.dtype, device="meta")
+
+    def number(self, size: Any, batch: int, tokens: int) -> Any:
+        """A size at this batch and length."""
+        if not isinstance(size, torch.SymInt):
+            return size
+        numbers = {"batch": batch, "sequence": tokens}
+        expression = size.node.expr.subs({s: numbers[d] for s, d in self.symbols.items()})
+        return int(expression)
+
+
+@dataclass
+class Capture:
+    graphs: list[LayerGraph]
+    by: Literal["export", "make_fx"]
+    reason: str = ""
+    """Why it is not torch.export with both dimensions symbolic."""
+
+
+def capture(model: PreTrainedModel, kinds: list[Kind]) -> Capture:
+    """One graph a kind, in the order of `kinds`.
+
+    The model is cut down for it and is of no further use. Raises whatever make_fx raises on code
+    that neither it nor torch.export can follow.
+    """
+    path, layers = decoder_layers(model)
+    owner_path, _, name = path.rpartition(".")
+    owner = model.get_submodule(owner_path)
+    _cut_down(owner, name, [kind.layers[0] for kind in kinds], len(layers))
+    owner.eval()
+    hidden = model.config.get_text_config().hidden_size
+    dtype = next(p.dtype for p in owner.parameters() if p.is_floating_point())
+    decoder = _Decoder(owner)
+    widths = {size for weight in owner.parameters() for size in weight.shape}
+    tokens = next(p for p in PRIMES if not any(w % p == 0 for w in widths))
+    with replaced(owner, kinds):
+        traced = _trace(decoder, hidden, dtype, tokens)
+    block = getattr(owner.config, "attn_res_block_size", None)
+    graphs = _split(traced, owner, name, kinds)
+    for graph in graphs:
+        if block:
+            graph.starts = sum(i // block + 1 for i in graph.kind.layers) / len(graph.kind.layers)
+    return Capture(graphs, traced.by, traced.reason)
+
+
+class _Decoder(nn.Module):
+    """[B, T, D] -> [B, T, D] through the cut-down decoder."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        super().__init__()
+        self.owner = owner
+
+    def forward(self, embedded: torch.Tensor) -> torch.Tensor:
+        return self.owner(inputs_embeds=embedded, use_cache=False).last_hidden_state
+
+
+def _cut_down(owner: Any, name: str, keep: list[int], count: int) -> None:
+    """Keeps only these layers, in the module and in every per-layer list or count of its config."""
+    layers = getattr(owner, name)
+    setattr(owner, name, nn.ModuleList([layers[i] for i in keep]))
+    config = owner.config
+    for key, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == count:
+            setattr(config, key, [value[i] for i in keep])
+    for key in ("num_hidden_layers", "num_layers"):
+        if getattr(config, key, None) == count:
+            setattr(config, key, len(keep))
+    config.num_hidden_layers = len(keep)
+
+
+# ----------------------------------------------------------------------------------------- tracing
+
+
+@dataclass
+class _Traced:
+    graph: fx.Graph
+    """Flat: subgraphs are inlined, `meta["grad"]` says where gradients are recorded."""
+    batch: int
+    tokens: int
+    dynamic: list[Dimension]
+    by: Literal["export", "make_fx"]
+    reason: str
+
+
+# Tried in turn: code that compares a length with a constant may refuse it as a symbol.
+ATTEMPTS: tuple[tuple[Dimension, ...], ...] = (
+    ("batch", "sequence"),
+    ("sequence",),
+    ("batch",),
+    (),
+)
+
+
+def _trace(decoder: nn.Module, hidden: int, dtype: torch.dtype, tokens: int) -> _Traced:
+    reasons = []
+    for dynamic in ATTEMPTS:
+        # A symbolic batch is not 1, which export would take for a constant.
+        batch = 2 if "batch" in dynamic else 1
+        embedded = torch.empty(batch, tokens, hidden, dtype=dtype, device="meta")
+        sizes = {i: Dim.DYNAMIC for i, d in enumerate(DIMENSIONS) if d in dynamic}
+        try:
+            shapes = (sizes,) if sizes else None
+            program = torch.export.export(decoder, (embedded,), dynamic_shapes=shapes, strict=False)
+        except Exception as e:  # export raises anything on code that it cannot follow
+            reasons.append(f"{' and '.join(dynamic) or 'static'}: {_first_line(e)}")
+            continue
+        graph = _flat(program.graph_module, _exported_roles(program))
+        return _Traced(graph, batch, tokens, list(dynamic), "export", "; ".join(reasons))
+    embedded = torch.empty(1, tokens, hidden, dtype=dtype, device="meta")
+    traced = make_fx(decoder, tracing_mode="fake", pre_dispatch=True, record_module_stack=True)
+    graph = _flat(traced(embedded), {})
+    return _Traced(graph, 1, tokens, [], "make_fx", f"torch.export failed: {reasons[-1]}")
+
+
+def _first_line(error: Exception) -> str:
+    line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {line:.200}"
+
+
+def _exported_roles(program: torch.export.ExportedProgram) -> dict[str, tuple[str, str]]:
+    """Role and path of each placeholder of an exported program that is a weight or a constant."""
+    kinds = {
+        InputKind.PARAMETER: "parameter",
+        InputKind.BUFFER: "buffer",
+        InputKind.CONSTANT_TENSOR: "buffer",
+    }
+    return {
+        spec.arg.name: (kinds[spec.kind], spec.target or "")
+        for spec in program.graph_signature.input_specs
+        if spec.kind in kinds
+    }
+
+
+def _flat(module: fx.GraphModule, roles: dict[str, tuple[str, str]]) -> fx.Graph:
+    """All calls in one graph, subgraphs inlined; tensors of the module become placeholders.
+
+    Some operators appear only in subgraphs (an indexer under `no_grad`), so a scan of the top level
+    would miss them. Each node carries `stack`, the paths of the modules around it, and `grad`.
+    """
+    graph = fx.Graph()
+    _inline(graph, module, {}, roles, grad=True, outer=())
+    return graph
+
+
+def _inline(
+    graph: fx.Graph,
+    module: fx.GraphModule,
+    new: dict[fx.Node, Any],
+    roles: dict[str, tuple[str, str]],
+    *,
+    grad: bool,
+    outer: tuple[str, ...],
+) -> Any:
+    """Copies the nodes of `module` to the end of `graph`; what is in `new` is there already.
+    Returns what the module returns."""
+    for node in module.graph.nodes:
+        if node in new:
+            continue
+        modules = (node.meta.get("nn_module_stack") or {}).values()
+        stack = tuple(str(path).partition("@")[0] for path, _ in modules) or outer
+        if node.op == "output":
+            return map_arg(node.args[0], new.__getitem__)
+        if node.op == "get_attr":
+            held = _attribute(module, str(node.target))
+            if isinstance(held, torch.Tensor):
+                new[node] = graph.placeholder(node.name)
+                role = "parameter" if isinstance(held, nn.Parameter) else "buffer"
+                new[node].meta = {"val": held, "role": role, "path": str(node.target)}
+            continue
+        if node.op == "call_function" and node.target in GRAD_MODES:
+            grad = bool(node.args[0])
+            continue
+        if str(node.target).startswith(CHECKS):
+            continue
+        inner, given = _subgraph(module, node)
+        if inner is not None:
+            mapping = dict(zip(inner.graph.find_nodes(op="placeholder"), given, strict=True))
+            mapping = {k: new[v] if isinstance(v, fx.Node) else v for k, v in mapping.items()}
+            inner_grad = bool(node.args[0]) if node.target is SET_GRAD else grad
+            new[node] = _inline(graph, inner, mapping, {}, grad=inner_grad, outer=stack)
+            continue
+        if node.target is operator.getitem and isinstance(new[node.args[0]], (tuple, list)):
+            new[node] = new[node.args[0]][node.args[1]]
+            continue
+        copied = graph.node_copy(node, new.__getitem__)
+        copied.meta = {"val": node.meta.get("val"), "stack": stack, "grad": grad}
+        if node.op == "placeholder":
+            role, path = roles.get(node.name, ("input", ""))
+            copied.meta |= {"role": role, "path": path}
+        new[node] = copied
+    return None
+
+
+GRAD_MODES = (torch._C._set_grad_enabled,)
+CHECKS = ("aten._assert", "aten.sym_constrain")  # export adds them; the model does not run them
+SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
+
+
+def _attribute(module: nn.Module, path: str) -> Any:
+    owner, _, name = path.rpartition(".")
+    return getattr(module.get_submodule(owner), name)
+
+
+def _subgraph(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule | None, list[Any]]:
+    """The graph module that a higher-order call runs, and what it is given."""
+    for position, argument in enumerate(node.args):
+        if isinstance(argument, fx.Node) and argument.op == "get_attr":
+            held = _attribute(module, str(argument.target))
+            if isinstance(held, fx.GraphModule):
+                return held, list(node.args[position + 1 :])
+    return None, []
+
+
+# ------------------------------------------------------------------------------------ one per layer
+
+
+def _split(traced: _Traced, owner: nn.Module, name: str, kinds: list[Kind]) -> list[LayerGraph]:
+    """The calls inside each layer as a graph of their own."""
+    inside = re.compile(rf"^owner\.{re.escape(name)}\.(\d+)\.?(.*)$")
+    where: dict[fx.Node, tuple[int, str]] = {}
+    for node in traced.graph.nodes:
+        match = next(
+            (m for m in map(inside.match, reversed(node.meta.get("stack", ()))) if m), None
+        )
+        if node.op == "call_function" and match:
+            where[node] = int(match[1]), match[2]
+    depends = _depends_on_input(traced.graph)
+    shape = next(n for n in depends if n.op == "placeholder").meta["val"].shape
+    symbols: dict[Any, Dimension] = {
+        size.node.expr: dimension
+        for size, dimension in zip(shape, DIMENSIONS, strict=False)
+        if isinstance(size, torch.SymInt)
+    }
+    graphs = []
+    for number, kind in enumerate(kinds):
+        prefix = f"owner.{name}.{number}."
+        module = _extract(traced.graph, where, number, prefix, depends)
+        graph = LayerGraph(kind, module, traced.batch, traced.tokens, traced.dynamic, symbols)
+        if not any(graph.calls()):
+            raise RuntimeError("a layer left no node in the graph of its decoder")
+        for node in graph.calls():
+            path = node.meta["path"]
+            node.meta["part"] = kind.part(path)
+            node.meta["operator"], node.meta["whole"] = normalised(kind, path, str(node.target))
+        graphs.append(graph)
+    return graphs
+
+
+def _depends_on_input(graph: fx.Graph) -> set[fx.Node]:
+    """The decoder's input and what gradients reach it through."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        source = node.op == "placeholder" and node.meta["role"] == "input"
+        through = node.meta.get("grad") and any(n in found for n in node.all_input_nodes)
+        if source or through:
+            found.add(node)
+    return found
+
+
+def _extract(
+    whole: fx.Graph,
+    where: dict[fx.Node, tuple[int, str]],
+    number: int,
+    prefix: str,
+    depends: set[fx.Node],
+) -> fx.GraphModule:
+    graph, new, results = fx.Graph(), {}, []
+    mine = [node for node in whole.nodes if node in where and where[node][0] == number]
+    for node in mine:
+        for source in node.all_input_nodes:
+            if source in new:
+                continue
+            outside = new[source] = graph.placeholder(source.name)
+            outside.meta = {
+                "val": source.meta["val"],
+                "role": source.meta.get("role", "input"),
+                "path": source.meta.get("path", "").removeprefix(prefix),
+                "grad": source in depends,
+            }
+        copied = new[node] = graph.node_copy(node, new.__getitem__)
+        copied.meta = {
+            "val": node.meta["val"],
+            "path": where[node][1],
+            "grad": node.meta["grad"],
+        }
+        if any(user not in where or where[user][0] != number for user in node.users):
+            results.append(copied)
+    graph.output(tuple(results))
+    _placeholders_first(graph)
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def _placeholders_first(graph: fx.Graph) -> None:
+    first = next(iter(graph.nodes), None)
+    for node in graph.find_nodes(op="placeholder"):
+        if node is not first and first is not None:
+            first.prepend(node)
+
+
+def normalised(kind: Kind, path: str, target: str) -> tuple[str, str | None]:
+    """Normalised name of a call, and the path of the module whose calls count as one, if any."""
+    for moe in kind.moes:
+        for name, root in (("router", moe.router), ("experts", moe.experts)):
+            if root and f"{path}.".startswith(f"{root}."):
+                return name, root
+    module = kind.module.get_submodule(path)
+    name = type(module).__name__
+    if "Norm" in name:
+        plain = "rms_norm" if "RMS" in name else "layer_norm"
+        return ("gated_rms_norm" if "Gated" in name else plain), path
+    if isinstance(module, nn.Conv1d):
+        return "short_convolution", path
+    mixer = next((m for m in kind.mixers if f"{path}.".startswith(f"{m.path}.")), None)
+    # Attention is one call, or in the code of a model its softmax stands for it.
+    softmax = ("analyzers.attention", "aten.scaled_dot_product", "aten.softmax")
+    if mixer and target.startswith(softmax):
+        return mixer.operator, None
+    if target.startswith(f"{NAMESPACE}."):
+        return target.split(".")[1], None
+    if target == "aten.linear.default":
+        return "linear", None
+    if target.startswith("<"):  # <built-in function mul>, on sizes
+        return f"builtin.{target.rstrip('>').split()[-1]}", None
+    return target.removesuffix(".default"), None
+
+
+def plain_name(target: str) -> str:
+    """`aten.silu.default` -> `silu`."""
+    return target.split(".")[1] if "." in target else target

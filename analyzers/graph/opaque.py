@@ -1,0 +1,247 @@
+"""The operators that stay whole in a graph: data-dependent, sequential, or one kernel everywhere.
+
+Each is a custom operator `analyzers::<name>` that computes nothing: a fake kernel gives the shape
+of its output, and its autograd keeps for the backward pass what a fused kernel of it keeps. They
+enter a model's code through transformers' registry of attention functions, through the globals of
+the module that defines a mixer, and through the instance of an experts module; `replaced` undoes it
+all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from analyzers.structure import Kind
+
+NAMESPACE = "analyzers"
+ATTENTION = "analyzers_opaque"
+"""Name under which transformers' registries know the attention operator."""
+
+
+# ---------------------------------------------------------------------------------- the operators
+
+
+def _define(
+    name: str, *, keeps_output: bool = False
+) -> Callable[[list[Tensor], list[int]], Tensor]:
+    """`name(inputs, shape) -> [shape]` in the dtype of the first input, and `name_backward`.
+
+    Kept for the backward pass: the inputs, and where the kernel needs them again the output and a
+    float32 number a row of it (the log-sum-exp of a softmax).
+    """
+
+    @torch.library.custom_op(f"{NAMESPACE}::{name}", mutates_args=())
+    def operator(inputs: list[Tensor], shape: list[int]) -> Tensor:
+        raise NotImplementedError("stands for the operator in a graph; it is never run")
+
+    @torch.library.custom_op(f"{NAMESPACE}::{name}_backward", mutates_args=())
+    def backward(grad: Tensor, inputs: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
+        raise NotImplementedError("stands for the operator in a graph; it is never run")
+
+    @operator.register_fake
+    def _(inputs, shape):
+        return inputs[0].new_empty(shape)
+
+    @backward.register_fake
+    def _(grad, inputs, kept):
+        return [torch.empty_like(x) for x in inputs if x.is_floating_point()]
+
+    def keep(ctx: Any, inputs: tuple[list[Tensor], list[int]], output: Tensor) -> None:
+        kept = [output, output.new_empty(output.shape[:-1], dtype=torch.float32)]
+        ctx.count = len(inputs[0])
+        ctx.save_for_backward(*inputs[0], *(kept if keeps_output else []))
+
+    def differentiate(ctx: Any, grad: Tensor) -> tuple[list[Tensor | None], None]:
+        inputs, kept = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        grads = iter(backward(grad, list(inputs), list(kept)))
+        return [next(grads) if x.is_floating_point() else None for x in inputs], None
+
+    operator.register_autograd(differentiate, setup_context=keep)
+    return operator
+
+
+kda = _define("kda")
+gated_delta_rule = _define("gated_delta_rule")
+ssd = _define("ssd")
+selective_scan = _define("selective_scan")
+lightning_attention = _define("lightning_attention")
+wkv = _define("wkv")
+short_convolution = _define("short_convolution")
+attention = _define("attention", keeps_output=True)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::experts", mutates_args=())
+def experts(
+    x: Tensor, index: list[Tensor], weights: list[Tensor], banks: list[Tensor], widths: list[int]
+) -> Tensor:
+    """`x` [T, D] through the experts that `index` [T, K] chooses, weighted -> [T, D].
+
+    `index` and `weights` are empty where the rows of x are sorted by expert already; `banks` are
+    the weights of the experts and their low-rank factors; `widths` are the out features of the
+    banks before the activation together, and the in features of the one after.
+    """
+    raise NotImplementedError("stands for the operator in a graph; it is never run")
+
+
+@torch.library.custom_op(f"{NAMESPACE}::experts_backward", mutates_args=())
+def experts_backward(
+    grad: Tensor, weights: list[Tensor], banks: list[Tensor], kept: list[Tensor]
+) -> list[Tensor]:
+    """Gradients of x, of `weights` and, where they are adapted, of `banks`."""
+    raise NotImplementedError("stands for the operator in a graph; it is never run")
+
+
+@experts.register_fake
+def _experts_output(x, index, weights, banks, widths):
+    return torch.empty_like(x)
+
+
+@experts_backward.register_fake
+def _experts_gradients(grad, weights, banks, kept):
+    return [torch.empty_like(x) for x in (grad, *weights, *banks)]
+
+
+def _keep_experts(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    """Of each visit: output of the first bank, the activation of its gate half, and the output that
+    the routing weight multiplies; with adapted banks, what they multiply too."""
+    x, index, weights, banks, (up, inner) = inputs
+    visits = x.shape[0] * (index[0].shape[-1] if index else 1)
+    adapted = any(bank.requires_grad for bank in banks)
+    sizes = [up, *([inner] if up != inner else []), *([x.shape[-1]] if weights else [])]
+    if adapted:
+        sizes += [x.shape[-1], inner]
+    kept = [x.new_empty(visits, size) for size in sizes]
+    ctx.counts = len(weights), len(banks)
+    ctx.index = len(index)
+    ctx.banks = [bank.requires_grad for bank in banks]
+    ctx.save_for_backward(*weights, *banks, *index, *kept)
+
+
+def _differentiate_experts(ctx: Any, grad: Tensor) -> tuple:
+    weights_count, banks_count = ctx.counts
+    saved = list(ctx.saved_tensors)
+    weights, banks = saved[:weights_count], saved[weights_count : weights_count + banks_count]
+    kept = saved[weights_count + banks_count :]
+    wanted = [bank for bank, needed in zip(banks, ctx.banks, strict=True) if needed]
+    grads = iter(experts_backward(grad, weights, wanted, kept))
+    x = next(grads)
+    return (
+        x,
+        [None] * ctx.index,
+        [next(grads) for _ in weights],
+        [next(grads) if needed else None for needed in ctx.banks],
+        None,
+    )
+
+
+experts.register_autograd(_differentiate_experts, setup_context=_keep_experts)
+
+
+# ----------------------------------------------------------------- in place of the model's own code
+
+
+@contextlib.contextmanager
+def replaced(owner: nn.Module, kinds: list[Kind]) -> Iterator[None]:
+    """While it lasts, the model's code calls the operators above instead of its own."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    with contextlib.ExitStack() as stack:
+        for registry, function in (
+            (ALL_ATTENTION_FUNCTIONS, _attention_function),
+            (ALL_MASK_ATTENTION_FUNCTIONS, _mask_function),
+        ):
+            stack.enter_context(mock.patch.dict(registry._global_mapping, {ATTENTION: function}))
+        configs = {id(m.config): m.config for m in owner.modules() if hasattr(m, "config")}
+        for config in configs.values():
+            if hasattr(config, "_attn_implementation_internal"):
+                patch = mock.patch.object(config, "_attn_implementation_internal", ATTENTION)
+                stack.enter_context(patch)
+        for kind in kinds:
+            for module in kind.module.modules():
+                own = inspect.unwrap(type(module).forward).__globals__
+                found = {name: new for name, new in FUNCTIONS.items() if name in own}
+                stack.enter_context(mock.patch.dict(own, found))
+            for moe in kind.moes:
+                if moe.layout != "stacked":
+                    continue
+                module: Any = kind.module.get_submodule(moe.experts)
+                *ups, down = moe.banks
+                up = sum(bank.out_features for bank in ups)
+                forward = _experts_forward(module, [up, down.in_features])
+                stack.enter_context(mock.patch.object(module, "forward", forward))
+        yield
+
+
+def _attention_function(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """As transformers calls it: [B, H, T, K] and [B, H, S, V] -> [B, T, H, V]."""
+    extra = [kwargs[name] for name in ("indices", "s_aux") if kwargs.get(name) is not None]
+    batch, heads, length, _ = query.shape
+    shape = [batch, length, heads, value.shape[-1]]
+    return attention([query, key, value, *extra], shape), None  # type: ignore[return-value]
+
+
+def _mask_function(
+    batch_size: int, q_length: int, kv_length: int, *args: Any, device: Any = "meta", **kwargs: Any
+) -> Tensor:
+    """A mask [B, 1, T, S] for code that reads it; the attention operator does not."""
+    return torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
+
+
+def _delta_rule(operator: Callable) -> Callable:
+    def function(query, key, value, g, beta, **kwargs):
+        return operator([query, key, value, g, beta], list(value.shape)), None
+
+    return function
+
+
+def _ssd(hidden_states, dt, A, B, C, chunk_size, D=None, dt_bias=None, **kwargs):
+    inputs = [hidden_states, dt, A, B, C, *(x for x in (D, dt_bias) if x is not None)]
+    output = ssd(inputs, list(hidden_states.shape))
+    return (output, None) if kwargs.get("return_final_states") else output
+
+
+def _selective_scan(hidden_states, dt, A, B, C, D=None, z=None, delta_bias=None, **kwargs):
+    inputs = [hidden_states, dt, A, B, C, *(x for x in (D, z, delta_bias) if x is not None)]
+    output = selective_scan(inputs, list(hidden_states.shape))
+    return (output, None) if kwargs.get("return_last_state") else output
+
+
+def _convolution(hidden_states, weight, bias=None, activation=None, **kwargs):
+    inputs = [hidden_states, weight, *([] if bias is None else [bias])]
+    return short_convolution(inputs, list(hidden_states.shape))
+
+
+def _wkv(time_decay, time_first, key, value, state=None, return_state=False):
+    return wkv([key, value, time_decay, time_first], list(key.shape)), state
+
+
+FUNCTIONS: dict[str, Callable] = {
+    "chunk_kimi_delta_attention": _delta_rule(kda),
+    "torch_chunk_gated_delta_rule": _delta_rule(gated_delta_rule),
+    "mamba2_chunk_scan": _ssd,
+    "mamba_selective_scan": _selective_scan,
+    "causal_conv1d_fn": _convolution,
+    "rwkv_linear_attention": _wkv,
+}
+"""By the name under which transformers' models call them."""
+
+
+def _experts_forward(module: nn.Module, widths: list[int]) -> Callable:
+    def forward(hidden_states: Tensor, *routing: Tensor, **named: Tensor) -> Tensor:
+        given = [t for t in (*routing, *named.values()) if isinstance(t, Tensor)]
+        index = [t for t in given if not t.is_floating_point()]
+        weights = [t for t in given if t.is_floating_point()]
+        banks = list(module.parameters())
+        return experts(hidden_states, index, weights, banks, widths)  # type: ignore[return-value]
+
+    return forward
