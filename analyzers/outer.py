@@ -80,6 +80,11 @@ def outer_calls(model: PreTrainedModel) -> list[Call]:
         if name.rpartition(".")[2] in FINAL and not name.startswith(inside) and norms:
             calls.append(costs.norm(type(module).__name__, text.hidden_size, "norm", norms))
             break
+    last = [len(decoder_layers(model)[1]) - 1]
+    for name, module in model.named_modules():
+        if not name.startswith(inside):
+            site = costs.residual_site(name, module, "other", last, text)
+            calls += [site] if site else []
     return calls
 
 

@@ -11,7 +11,7 @@ from analyzers.costs.blocks import FORMULAS, NO_FORMULA, block_calls
 from analyzers.costs.call import ACTIVATION, Call
 from analyzers.costs.linear import embedding, linear, norm
 from analyzers.costs.linear_attention import CHUNK
-from analyzers.costs.residual import attention_residual
+from analyzers.costs.residual import residual_site
 
 __all__ = [
     "ACTIVATION",
@@ -19,9 +19,9 @@ __all__ = [
     "FORMULAS",
     "NO_FORMULA",
     "Call",
-    "attention_residual",
     "block_calls",
     "embedding",
     "linear",
     "norm",
+    "residual_site",
 ]

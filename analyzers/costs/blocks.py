@@ -15,7 +15,7 @@ from analyzers.costs.call import Call
 from analyzers.costs.experts import experts, router
 from analyzers.costs.linear import activation, linear, norm, short_convolution
 from analyzers.costs.linear_attention import delta_rule, linear_attention
-from analyzers.costs.residual import attention_residual, block_starts, hyper_connection
+from analyzers.costs.residual import residual_site
 from analyzers.mixers import Mixer
 from analyzers.schema import PartName, Pass, Work
 from analyzers.structure import Kind
@@ -67,12 +67,14 @@ def _calls(
     kind: Kind, path: str, module: nn.Module, config: PreTrainedConfig, kept: set[str]
 ) -> list[Call]:
     """Of one module itself. Adds to `kept` the tensor that an adapter on it keeps."""
-    if kind.moe and path == kind.moe.experts:
-        return [experts(kind.moe, module)]
-    if kind.moe and _under(path, kind.moe.experts):
-        return []
-    if kind.moe and path == kind.moe.router:
-        return [router(kind.moe, module)]
+    for moe in kind.moes:
+        if path == moe.experts:
+            # Groups after the first are for tokens of another modality.
+            return [experts(moe, module)] if moe is kind.moe else []
+        if path == moe.router:
+            return [router(moe, module)]
+        if _under(path, moe.experts) or _under(path, moe.router):
+            return []
     if isinstance(module, nn.Linear):
         tensor = _input(kind, path, module, config.hidden_size)
         keeps = tensor not in kept and not _is_attention_output(kind, path, module)
@@ -91,12 +93,8 @@ def _elementwise(
     name = type(module).__name__
     if isinstance(module, nn.Conv1d):
         yield short_convolution(module, part)
-    elif "AttentionResidual" in name and "norm_weight" in own:
-        first = path.startswith("self_attention")  # before the mixer; the other before the MLP
-        entries = block_starts(kind.layers, config.attn_res_block_size, before_mixer=first)
-        yield attention_residual(config.hidden_size, entries, part, count)
-    elif own.keys() == {"fn", "base", "scale"}:
-        yield hyper_connection(own["fn"], part, count)
+    elif (site := residual_site(path, module, part, kind.layers, config)) is not None:
+        yield site
     elif set(own) in ({"weight"}, {"weight", "bias"}) and own["weight"].ndim == 1:
         rows = _heads(kind, path, own["weight"].numel())
         yield norm(name, own["weight"].numel(), part, count, rows=rows)
@@ -131,7 +129,7 @@ def _input(kind: Kind, path: str, module: nn.Linear, hidden: int) -> str:
     if name in OUTPUTS:
         return path
     if module.in_features == hidden:
-        roots = [m.path for m in kind.mixers] + ([kind.moe.path] if kind.moe else []) + kind.dense
+        roots = [m.path for m in kind.mixers] + [moe.path for moe in kind.moes] + kind.dense
         return next((root for root in roots if _under(path, root)), parent)
     return parent if name in UPS else path
 
@@ -168,4 +166,4 @@ def _without_gradient(module: nn.Module) -> bool:
 
 
 def _under(path: str, root: str | None) -> bool:
-    return root is not None and (path == root or path.startswith(f"{root}."))
+    return bool(root) and (path == root or path.startswith(f"{root}."))

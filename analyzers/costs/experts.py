@@ -14,7 +14,7 @@ def router(moe: Moe, module: nn.Module) -> Call:
 
     Keeps the scores and the choice. What merely balances (bias, groups) is not differentiated.
     """
-    i, e = moe.router_input_size, moe.count
+    i, e = moe.router_input_size, moe.count + moe.zero_experts
     scores, choice = FLOAT32 * e, (FLOAT32 + INDEX) * moe.top_k
     flops = a_token(2 * i * e)
     return Call(
@@ -24,19 +24,21 @@ def router(moe: Moe, module: nn.Module) -> Call:
         backward=one_way(flops, read=scores + choice + FLOAT32 * moe.top_k, written=ACTIVATION * i),
         saved=a_token(scores + choice),
         parameters=sum(p.numel() for p in module.parameters()),
-        attributes={"experts": e, "top_k": moe.top_k, "in_features": i},
+        attributes={"experts": moe.count, "top_k": moe.top_k, "in_features": i},
     )
 
 
 def experts(moe: Moe, module: nn.Module) -> Call:
-    """`top_k` experts a token, each 2 * (elements of its matrices), at the experts' own width.
+    """`top_k` experts a token, each 2 * (elements of its matrices), at the experts' own width;
+    choices of an expert that computes nothing are as frequent as the others.
 
     Backward is the gradient of the inputs, as much again. A fused path keeps the output of the up
     projection of each visit: the activation is computed again from it, and the gradient of a
     routing weight is the product of the activation with its gradient, so that no expert's output
     is kept (SonicMoE, arXiv 2512.14080). An adapted bank keeps its input too, for each visit.
     """
-    h, inner, k = moe.hidden_size, moe.intermediate_size, moe.top_k
+    h, inner = moe.hidden_size, moe.intermediate_size
+    k = moe.top_k * moe.count / (moe.count + moe.zero_experts)
     up = sum(bank.out_features for bank in moe.banks[:-1])  # gate and up
     flops = a_token(2 * k * sum(bank.in_features * bank.out_features for bank in moe.banks))
     visit_in, visit_up, visit_inner = (ACTIVATION * k * width for width in (h, up, inner))
@@ -61,10 +63,10 @@ def experts(moe: Moe, module: nn.Module) -> Call:
             matrices=k * len(moe.banks),
             saved_bytes=a_token(visit_in + visit_inner),
         ),
-        parameters=sum(p.numel() for p in module.parameters()),
+        parameters=sum(moe.held(p) for p in module.parameters()),
         attributes={
             "experts": moe.count,
-            "top_k": k,
+            "top_k": moe.top_k,
             "hidden_size": h,
             "intermediate_size": inner,
             "gated": moe.gated,

@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import nn
 
 from analyzers.costs.call import ACTIVATION, Call, a_token, one_way
 from analyzers.schema import PartName, Work
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+def residual_site(
+    path: str, module: nn.Module, part: PartName, layers: list[int], config: PreTrainedConfig
+) -> Call | None:
+    """The call of a module that mixes residual streams or block starts, if it is one, on average
+    over these layers (the last one for a site after them)."""
+    own = dict(module.named_parameters(recurse=False))
+    parameters = sum(p.numel() for p in own.values())
+    if own.keys() == {"norm_weight", "proj_weight"} and hasattr(config, "attn_res_block_size"):
+        # Each layer has a site before its mixer and one before its feed-forward.
+        first = path.startswith("self_attention")
+        entries = block_starts(layers, config.attn_res_block_size, before_mixer=first)
+        return attention_residual(config.hidden_size, entries, part, parameters)
+    if own.keys() == {"fn", "base", "scale"}:
+        return hyper_connection(own["fn"], part, parameters)
+    if own.keys() == {"hc_fn", "hc_base", "hc_scale"}:
+        return hyper_head(own["hc_fn"], part, parameters)
+    return None
 
 
 def attention_residual(hidden: int, entries: float, part: PartName, parameters: int) -> Call:
@@ -66,4 +90,20 @@ def hyper_connection(weight: nn.Parameter, part: PartName, parameters: int) -> C
         saved=a_token((streams + 1) * one),
         parameters=parameters,
         attributes={"width": hidden, "streams": streams},
+    )
+
+
+def hyper_head(weight: nn.Parameter, part: PartName, parameters: int) -> Call:
+    """The streams made one after the last layer: `weight` [N, N D] makes their N weights."""
+    streams, flat = weight.shape
+    hidden = flat // streams
+    flops, one = a_token(2 * streams * flat), ACTIVATION * hidden
+    return Call(
+        operator="hyper_connection",
+        part=part,
+        forward=one_way(flops, read=streams * one, written=one),
+        backward=one_way(flops, read=(streams + 1) * one, written=streams * one),
+        saved=a_token(streams * one),
+        parameters=parameters,
+        attributes={"width": hidden, "streams": streams, "head": True},
     )
