@@ -35,15 +35,15 @@ def test_chunks_give_what_the_recurrence_gives(model):
     torch.manual_seed(0)
     q, k = torch.randn(2, 2, 37, 3, 16, dtype=torch.float64)
     v, g = torch.randn(2, 37, 3, 8), F.logsigmoid(torch.randn(2, 37, 3, 16) * 3)
-    state = torch.zeros(2, 3, 16, 8, dtype=torch.float64)
-    expected = []
+    first = torch.randn(2, 3, 16, 8)
+    state, expected = first.double(), []
     for t in range(37):
         added = torch.einsum("bhk,bhv->bhkv", k[:, t], v[:, t].double())
         state = g[:, t].double().exp().unsqueeze(-1) * state + added
         expected.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) * 16**-0.5)
-    torch.testing.assert_close(
-        module.chunk_gla(q, k, v, g).double(), torch.stack(expected, 1), atol=2e-5, rtol=2e-5
-    )
+    found, last = module.chunk_gla(q, k, v, g, initial_state=first, output_final_state=True)
+    torch.testing.assert_close(found.double(), torch.stack(expected, 1), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(last.double(), state, atol=2e-5, rtol=2e-5)
 
 
 def test_loss_is_the_cross_entropy_of_the_next_token(model, ids):

@@ -28,18 +28,28 @@ class UnseenMoeRMSNorm(nn.Module):
         return self.weight * normed.to(x.dtype)
 
 
-def chunk_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = None) -> Tensor:
+def chunk_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """Gated linear attention (Yang et al. 2023, arXiv 2312.06635), in chunks, in float32.
 
-    `S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T`, `o_t = scale * S_t^T q_t`, the state starts at zero.
+    `S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T`, `o_t = scale * S_t^T q_t`. Called like the function
+    of that name in flash-linear-attention, which can stand in its place.
 
     Args:
         q, k: `[B, T, H, K]`.
         v: `[B, T, H, V]`.
         g: log of the decay of each key channel, at most 0, `[B, T, H, K]`.
+        initial_state: `[B, H, K, V]`, zero by default.
 
     Returns:
-        `[B, T, H, V]` in the dtype of `v`.
+        The output `[B, T, H, V]` in the dtype of `v`, and the last state when it is asked for.
     """
     length, dtype = q.shape[1], v.dtype
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -52,6 +62,8 @@ def chunk_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = 
     decay = g.cumsum(-2)
     causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril().unsqueeze(-1)
     state = q.new_zeros(*q.shape[1:3], q.shape[-1], v.shape[-1])
+    if initial_state is not None:
+        state = state + initial_state
     outputs = []
     for q_i, k_i, v_i, decay_i in zip(q, k, v, decay, strict=True):
         # exp of a difference that is never positive, so that nothing overflows
@@ -61,7 +73,8 @@ def chunk_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = 
         last = decay_i[..., -1:, :]
         state = last.exp().transpose(-1, -2) * state
         state = state + (k_i * (last - decay_i).exp()).transpose(-1, -2) @ v_i
-    return torch.cat(outputs, dim=2)[:, :, :length].transpose(1, 2).to(dtype)
+    output = torch.cat(outputs, dim=2)[:, :, :length].transpose(1, 2).to(dtype)
+    return output, state if output_final_state else None
 
 
 class UnseenMoeGatedLinearAttention(nn.Module):
@@ -91,9 +104,9 @@ class UnseenMoeGatedLinearAttention(nn.Module):
         if attention_mask is not None:  # a padding token adds nothing and lets nothing decay
             valid = attention_mask[:, :, None, None].to(v.dtype)
             v, g = v * valid, g * valid
-        o = self.g_norm(chunk_gla(q, k, v, g))
+        o, _ = chunk_gla(q, k, v, g)
         gate = F.silu(self.g_proj(hidden_states)).view(heads)
-        return self.o_proj((o * gate).flatten(2))
+        return self.o_proj((self.g_norm(o) * gate).flatten(2))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
