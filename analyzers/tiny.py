@@ -88,7 +88,7 @@ OVERRIDES: dict[str, Level] = {
         "loop_layer_index_end": 4,
     },
     # With fewer layers than scales, its plan of scales needs scipy.
-    "inkling_mm_model": {"vision_config.num_hidden_layers": 8},
+    "inkling_mm_model": {"vision_config.num_hidden_layers": 12},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 2 * HIDDEN // HEAD_DIM},
@@ -148,7 +148,7 @@ _LAYERS = re.compile(r"(num_hidden|num|n|encoder|decoder|num_decoder|num_encoder
 _HIDDEN = re.compile(
     r"(text_|audio_|vision_|thinker_|out_|projector_|attention_)?hidden_size|d_model|n_embd"
     r"|hidden_dim|embed_dim|decoder_dim|output_dim|vision_output_dim|projector_(in|out)put_dim"
-    r"|projection_dim|adapter_(in|out)_dim|lru_width"
+    r"|projection_dim|adapter_(in|out|input)_(dim|size)|lru_width"
 )
 _INNER = re.compile(
     r"\w*intermediate_size\w*|\w*ffn_(dim|hidden_size)|d_ff|mlp_dim|share_expert_dim"
