@@ -78,16 +78,23 @@ def _under(path: str, root: str) -> bool:
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Path and list of the decoder's layers: the list of modules that holds most parameters."""
+    """Path and list of the decoder's layers: of the lists of modules in what transformers calls the
+    decoder (so no vision tower), the one with a mixer in it that holds most parameters."""
+    get_decoder = getattr(model, "get_decoder", None)
+    decoder = get_decoder() if get_decoder else model
+    within = {id(m) for m in decoder.modules()}
     lists = [
-        (path, m) for path, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)
+        (path, m)
+        for path, m in model.named_modules()
+        if isinstance(m, nn.ModuleList) and len(m) and id(m) in within
     ]
     if not lists:
         where = type(model).__name__
         raise InputError(
             where, fault="has no list of layers", fix="only decoder models are analysed"
         )
-    return max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
+    mixing = [(p, m) for p, m in lists if any(is_mixer(inner) for inner in m[0].modules())]
+    return max(mixing or lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
 
 
 def kinds(model: PreTrainedModel) -> list[Kind]:
@@ -142,6 +149,8 @@ def _kind(layer: nn.Module, index: int, config: PreTrainedConfig) -> Kind:
 
 
 def _looks_like_mixer(path: str, module: nn.Module) -> bool:
+    if "MLP" in type(module).__name__:  # Nemotron-H calls its feed-forwards mixers, too
+        return False
     return "Attention" in type(module).__name__ or "attn" in path or "mixer" in path
 
 
