@@ -121,7 +121,7 @@ def _moe(
         gated=sum(bank.out_features for bank in banks[:-1]) == 2 * down.in_features,
         routing=_routing(parent, owner, weight, config, down.out_features),
         banks=banks,
-        layout="stacked" if stacked else "module_list",
+        layout=getattr(experts, "layout", None) or ("stacked" if stacked else "module_list"),
         # Some routers score their shared experts too.
         zero_experts=max(0, scored - down.count - int(first_of(owner, *SHARED) or 0)),
         shared_paths=tuple(shared),
@@ -283,7 +283,9 @@ def _scoring(tensors: set[str], called: list[str], config: Any) -> str:
 
 def _renormalizes(called: list[str], owner: nn.Module, config: Any) -> bool:
     """Whether the chosen weights are made to sum to one: by a switch that the code asks, by
-    dividing by their sum, or by a softmax over the chosen alone."""
+    dividing by their sum, or by a softmax over the chosen alone. Without code, as a key says."""
+    if not called:
+        return bool(first_of(config, *RENORMALIZE))
     for switch in RENORMALIZE:
         if switch in called:
             return bool(first_of(owner, switch) or getattr(config, switch, False))

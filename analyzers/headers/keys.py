@@ -52,7 +52,8 @@ SIZES: dict[str, tuple[str, ...]] = {
     "index_topk": ("index_topk",),
     "index_n_heads": ("index_n_heads",),
     "index_head_dim": ("index_head_dim",),
-    "sliding_window": ("sliding_window", "sliding_window_size", "attention_chunk_size"),
+    "sliding_window": ("sliding_window", "sliding_window_size"),
+    "attention_chunk_size": ("attention_chunk_size",),
     "linear_num_key_heads": ("linear_num_key_heads", "linear_num_heads"),
     "linear_num_value_heads": ("linear_num_value_heads", "linear_num_heads"),
     "linear_key_head_dim": ("linear_key_head_dim", "linear_head_dim"),
@@ -168,7 +169,8 @@ def _strings(value: Any) -> Iterator[str]:
 
 WORDS = {  # parts of a layer type's name -> what mixes tokens there; the first that fits
     "mixer": (
-        (("sliding", "chunked", "local", "swa"), "sliding"),
+        (("chunked",), "chunked"),
+        (("sliding", "local", "swa"), "sliding"),
         (("mamba", "ssm", "ssd"), "mamba"),
         (("linear", "lightning", "delta", "kda", "gla", "recurrent", "retention"), "linear"),
         (("attention", "full", "global", "softmax", "mla"), "full"),
@@ -199,7 +201,8 @@ def _listed(config: GenericConfig, length: int, *names: str) -> list[Any] | None
 
 
 def mixers(config: GenericConfig, length: int) -> list[str]:
-    """`full`, `sliding`, `linear`, `mamba` or `none` for each layer, as far as keys say it."""
+    """`full`, `sliding`, `chunked`, `linear`, `mamba` or `none` for each layer, as far as keys say
+    it."""
     if pattern := _pattern(config, length):
         return [mixer for mixer, _ in pattern]
     types = _listed(config, length, "layer_types", "layers_block_type", "attn_type_list")
@@ -226,6 +229,9 @@ def mixers(config: GenericConfig, length: int) -> list[str]:
 
 
 def _windows(config: GenericConfig, length: int) -> list[str]:
+    if config.attention_chunk_size:
+        rotated = _listed(config, length, "no_rope_layers") or [1] * length
+        return ["chunked" if r else "full" for r in rotated]
     if not config.sliding_window or config.text.get("use_sliding_window") is False:
         return ["full"] * length
     every = as_size(config.text.get("sliding_window_pattern"))

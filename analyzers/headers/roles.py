@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from analyzers.headers.keys import GenericConfig
-from analyzers.headers.skeleton import ExpertBanks, Inferred
+from analyzers.headers.skeleton import ExpertBanks, GatedRMSNorm, Inferred
 from analyzers.mixers import Attributes, Mixer
 
 QUERY = ("q_proj", "wq", "query", "q", "q_lin")
@@ -22,7 +22,11 @@ FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack", "qkv", "wqkv
 OUTPUT = ("o_proj", "out_proj", "wo", "dense", "c_proj", "o", "proj", "out_lin")
 OUTPUT_GATE = ("g_proj", "output_gate", "gate_proj")
 OUTPUT_NORM = ("g_norm", "o_norm", "norm", "out_norm")
+SINKS = ("sinks", "attention_sink_bias", "sink")
+GATED = ("kda", "gated_delta_net", "mamba2", "lightning", "gla")
+"""Mixers whose output norm is gated."""
 GUESSED_HEAD = 128
+SOFTMAX, SPARSE = "scaled_dot_product_attention", "sparse_attention"
 
 
 def name_mixers(layer: nn.Module, config: GenericConfig, kind: str) -> list[Mixer]:
@@ -40,8 +44,16 @@ def name_mixers(layer: nn.Module, config: GenericConfig, kind: str) -> list[Mixe
             pending += [m for m in module.children() if not isinstance(m, ExpertBanks)]
         else:
             module.inferred_mixer = mixer
+            if mixer.name in GATED:
+                _gate_norms(module)
             found.append(mixer)
     return found
+
+
+def _gate_norms(module: nn.Module) -> None:
+    for name, child in module.named_children():
+        if name in OUTPUT_NORM and type(child) is nn.RMSNorm:
+            child.__class__ = GatedRMSNorm
 
 
 def mixer_of(module: nn.Module, config: GenericConfig, kind: str) -> Mixer | None:
@@ -63,7 +75,7 @@ def mixer_of(module: nn.Module, config: GenericConfig, kind: str) -> Mixer | Non
         return _gated_linear_attention(children, config, out)
     if _first(children, OUTPUT_GATE) and any(name in children for name in OUTPUT_NORM):
         return _lightning(children, config, out)
-    return _attention(children, config, out, kind)
+    return _attention(children, config, out, kind, any(name in vectors for name in SINKS))
 
 
 def _first(children: dict[str, nn.Module], names: tuple[str, ...]) -> nn.Linear | None:
@@ -109,7 +121,7 @@ def _head_dim(children: dict[str, nn.Module], config: GenericConfig, width: int)
 
 
 def _attention(
-    children: dict[str, nn.Module], config: GenericConfig, out: nn.Linear, kind: str
+    children: dict[str, nn.Module], config: GenericConfig, out: nn.Linear, kind: str, sinks: bool
 ) -> Mixer:
     """Softmax attention; its heads are as wide as the config says or a norm of them is."""
     dim = _head_dim(children, config, out.in_features)
@@ -127,10 +139,18 @@ def _attention(
         "key_dim": dim,
         "value_dim": dim,
     }
+    query = _first(children, QUERY)
+    if _first(children, OUTPUT_GATE) or (query and query.out_features == 2 * out.in_features):
+        attributes["output_gate"] = True
+    if sinks:
+        attributes["sinks"] = True
     if kind == "sliding" and config.sliding_window:
         attributes["window"] = config.sliding_window
-        return Mixer("sliding_attention", "scaled_dot_product_attention", attributes)
-    return Mixer("full_attention", "scaled_dot_product_attention", attributes)
+        return Mixer("sliding_attention", SOFTMAX, attributes)
+    if kind == "chunked" and config.attention_chunk_size:
+        attributes["chunk"] = config.attention_chunk_size
+        return Mixer("chunked_attention", SOFTMAX, attributes)
+    return Mixer("full_attention", SOFTMAX, attributes)
 
 
 def _latent_attention(
@@ -149,11 +169,20 @@ def _latent_attention(
         "key_dim": key_dim,
         "value_dim": value_dim,
         "latent_dim": rank,
+        "rope": config.text.get("mla_use_nope") is not True,
     }
+    down = _first(children, ("kv_a_proj_with_mqa", "kv_a_proj"))
+    if attributes["rope"] and down is not None and down.out_features > rank:
+        attributes["rope_dim"] = down.out_features - rank
+    if _first(children, OUTPUT_GATE):
+        attributes["output_gate"] = True
     indexer = children.get("indexer")
-    if indexer is None:
-        return Mixer("mla", "scaled_dot_product_attention", attributes)
-    return Mixer("sparse_topk", "sparse_attention", attributes | _indexer(indexer, config))
+    if indexer is not None:
+        return Mixer("sparse_topk", SPARSE, attributes | _indexer(indexer, config))
+    if config.index_topk and isinstance(config.text.get("indexer_types"), list):
+        # The selection of an earlier layer is used again (GLM-5.3).
+        return Mixer("sparse_topk", SPARSE, attributes | {"top_k": config.index_topk})
+    return Mixer("mla", SOFTMAX, attributes)
 
 
 def _indexer(indexer: nn.Module, config: GenericConfig) -> Attributes:
@@ -225,8 +254,10 @@ def _gated_linear_attention(
         "heads": heads,
         "key_dim": keys // heads,
         "value_dim": values // heads,
+        "gate": "per_channel",
+        "output_gate": _first(children, OUTPUT_GATE) is not None,
     }
-    return Mixer("gla", "gated_linear_attention", attributes)
+    return Mixer("gla", "gla", attributes)
 
 
 def _lightning(children: dict[str, nn.Module], config: GenericConfig, out: nn.Linear) -> Mixer:
