@@ -20,7 +20,8 @@ from torch.export.graph_signature import InputKind
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
-from analyzers.graph.opaque import NAMESPACE, replaced
+from analyzers.graph.collapse import collapse
+from analyzers.graph.opaque import NAMESPACE, WHOLE, replaced
 from analyzers.structure import Kind, decoder_layers
 
 if TYPE_CHECKING:
@@ -316,12 +317,25 @@ def _split(traced: _Traced, owner: nn.Module, name: str, kinds: list[Kind]) -> l
         graph = LayerGraph(kind, module, traced.batch, traced.tokens, traced.dynamic, symbols)
         if not any(graph.calls()):
             raise RuntimeError("a layer left no node in the graph of its decoder")
-        for node in graph.calls():
-            path = node.meta["path"]
-            node.meta["part"] = kind.part(path)
-            node.meta["operator"], node.meta["whole"] = normalised(kind, path, str(node.target))
+        _name(graph)
+        for mixer in kind.mixers:
+            inlined = not any(n.meta["operator"] == mixer.operator for n in graph.calls())
+            if inlined and mixer.operator in WHOLE:
+                collapse(module.graph, mixer.path, WHOLE[mixer.operator])
+        _name(graph)
+        module.recompile()
         graphs.append(graph)
     return graphs
+
+
+def _name(graph: LayerGraph) -> None:
+    for node in graph.calls():
+        path = node.meta["path"]
+        # What a block of experts does between its modules is about the routed ones.
+        glue = path and any(path == moe.path for moe in graph.kind.moes)
+        node.meta["part"] = "routed_experts" if glue else graph.kind.part(path)
+        name, whole = normalised(graph.kind, path, str(node.target))
+        node.meta["operator"], node.meta["whole"] = name, whole
 
 
 def _depends_on_input(graph: fx.Graph) -> set[fx.Node]:
@@ -381,6 +395,8 @@ def normalised(kind: Kind, path: str, target: str) -> tuple[str, str | None]:
         for name, root in (("router", moe.router), ("experts", moe.experts)):
             if root and f"{path}.".startswith(f"{root}."):
                 return name, root
+    if site := _residual_site(kind.module, path):
+        return site
     module = kind.module.get_submodule(path)
     name = type(module).__name__
     if "Norm" in name:
@@ -400,6 +416,24 @@ def normalised(kind: Kind, path: str, target: str) -> tuple[str, str | None]:
     if target.startswith("<"):  # <built-in function mul>, on sizes
         return f"builtin.{target.rstrip('>').split()[-1]}", None
     return target.removesuffix(".default"), None
+
+
+def _residual_site(layer: nn.Module, path: str) -> tuple[str, str] | None:
+    """The module around a call that mixes residual streams: what it is, and its path."""
+    words = path.split(".")
+    for end in range(1, len(words) + 1):
+        root = ".".join(words[:end])
+        class_name = type(layer.get_submodule(root)).__name__
+        found = next((name for word, name in RESIDUAL_SITES.items() if word in class_name), None)
+        if found:
+            return found, root
+    return None
+
+
+RESIDUAL_SITES = {
+    "AttentionResidual": "attention_residual",
+    "HyperConnection": "hyper_connection",
+}
 
 
 def plain_name(target: str) -> str:

@@ -43,6 +43,7 @@ def canonicalise(graph_module: fx.GraphModule) -> fx.GraphModule:
     merge_modules(graph_module)
     merge_norms(graph_module)
     merge_rotary(graph_module)
+    merge_softplus(graph_module)
     return graph_module
 
 
@@ -70,10 +71,16 @@ def is_layout(node: fx.Node) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
+def is_mutating(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
 def is_pointwise(node: fx.Node) -> bool:
     """Whether each element of the result depends on one element of each input; copies count."""
+    if operator(node) == "softplus":
+        return True
     name = packet(node)
-    if not name or "." not in operator(node):
+    if not name or "." not in operator(node) or is_mutating(node):
         return False
     tags = node.target.tags  # pyright: ignore
     return torch.Tag.pointwise in tags or name in CASTS | COPIES | {"log_sigmoid"}
@@ -96,11 +103,7 @@ def drop_noops(graph_module: fx.GraphModule) -> None:
     the same layout, aliases, `detach` (it matters to a gradient alone), dropout that is off. Goes
     with what nobody reads (sizes) and with assertions about shapes."""
     graph = graph_module.graph
-    mutates = any(
-        node.target._schema.is_mutable
-        for node in graph.nodes
-        if isinstance(node.target, torch._ops.OpOverload)
-    )
+    mutates = any(is_mutating(node) for node in graph.nodes)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -239,12 +242,35 @@ def _complex_rotary(real: fx.Node) -> list[fx.Node] | None:
     return [source, product, real] if source and product else None
 
 
+def merge_softplus(graph_module: fx.GraphModule) -> None:
+    """`where(x > limit, x, log(1 + exp(x)))`, as `softplus` is decomposed, becomes one call."""
+    groups = []
+    for node in graph_module.graph.nodes:
+        if packet(node) != "where" or len(node.args) != 3:
+            continue
+        limit, x, logarithm = node.args
+        total = _input(logarithm, "add")
+        power = _input(total, "exp")
+        if not (total and power) or total.args[1:] != (1,) or packet(logarithm) != "log":
+            continue
+        if packet(limit) == "gt" and _input(limit) is x and _input(power) is x:
+            groups.append(([limit, power, total, logarithm, node], "softplus"))
+    _outline(graph_module, groups)
+
+
 def _input(node: fx.Node | None, *packets: str, view: bool = False) -> fx.Node | None:
     """First input of a node, when it is one of these calls (any, if none is named) or a view."""
     source = node.args[0] if node is not None and node.args else None
     if not isinstance(source, fx.Node) or (view and not is_layout(source)):
         return None
     return source if not packets or packet(source) in packets else None
+
+
+def _viewed(node: object) -> object:
+    """The call whose result a node views."""
+    while isinstance(node, fx.Node) and is_layout(node):
+        node = node.args[0]
+    return node
 
 
 def _only_reader(node: fx.Node, *packets: str) -> fx.Node | None:
@@ -272,10 +298,18 @@ def _components(
 
 def _outline(graph_module: fx.GraphModule, groups: list[tuple[list[fx.Node], str]]) -> None:
     """Moves each group into a submodule; the call of it carries the operator's name."""
+    position = {node: i for i, node in enumerate(graph_module.graph.nodes)}
+    writes = [node for node in position if is_mutating(node)]
     number = sum(node.op == "call_module" for node in graph_module.graph.nodes)
-    for members, name in groups:
+    for unordered, name in groups:
         # Two groups may share a node, or lie around one another.
-        if any(n._erased for n in members) or not validate_partition(list(members)):
+        if any(n._erased for n in unordered) or not validate_partition(list(unordered)):
+            continue
+        members = sorted(unordered, key=position.__getitem__)
+        # What is written in place meanwhile must stay where it is.
+        first, last = position[members[0]], position[members[-1]]
+        meanwhile = [node for node in writes if first <= position[node] <= last]
+        if not all(node in members and _viewed(node.args[0]) in members for node in meanwhile):
             continue
         ordered = topo_sort(list(members))
         meta = {"path": _module(ordered[-1]), "part": ordered[-1].meta.get("part", "other")}

@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import fx
 
-from analyzers.graph_passes import is_layout, is_pointwise, operator, packet, tensors
+from analyzers.graph.passes import is_layout, is_mutating, is_pointwise, operator, packet, tensors
 from analyzers.schema import Graph, GraphNode, PartName, Region, Work
 
 Kind = Literal[
@@ -68,8 +68,10 @@ def calls_of(graph_module: fx.GraphModule) -> list[Call]:
     names: Counter[str] = Counter()
     behind: dict[fx.Node, list[Call]] = {}  # the calls whose results a node holds or views
     given: set[fx.Node] = set()  # activations from outside, and views of them
+    writers: dict[Call, list[Call]] = {}  # of the result of a call, in place
     for node in graph_module.graph.nodes:
-        sources = [(c, n) for n in node.all_input_nodes for c in behind.get(n, [])]
+        made = [(c, n) for n in node.all_input_nodes for c in behind.get(n, [])]
+        sources = [(c, n) for call, n in made for c in (call, *writers.get(call, []))]
         outside = sum(n in given for n in node.all_input_nodes)
         if node.op == "placeholder" and node.meta.get("role", "input") == "input":
             given.add(node)
@@ -80,7 +82,9 @@ def calls_of(graph_module: fx.GraphModule) -> list[Call]:
         if node.op not in ("call_function", "call_module"):
             continue
         value = node.meta.get("val")
-        if is_layout(node) or not list(tensors(value)):
+        if not list(tensors(value)):  # a size
+            continue
+        if is_layout(node):
             behind[node] = list(dict.fromkeys(call for call, _ in sources))
             given |= {node} if outside else set()
             continue
@@ -101,6 +105,10 @@ def calls_of(graph_module: fx.GraphModule) -> list[Call]:
                 source.readers.append(call)
         calls.append(call)
         behind[node] = [call]
+        if is_mutating(node):
+            for written in behind.get(node.args[0], []):
+                writers.setdefault(written, []).append(call)
+                behind[node] = [written]
     return calls
 
 
@@ -133,14 +141,12 @@ def find_regions(calls: list[Call], *, batch: Length, sequence: Length) -> list[
     numbers: Counter[str] = Counter()
     regions = []
     for kind, members in found:
-        regions.append(
-            Region(
-                name=f"{kind}_{numbers[kind]}",
-                kind=kind,
-                nodes=[c.name for c in sorted(members, key=lambda c: c.position)],
-                bytes_avoided=_bytes_avoided(members, batch, sequence),
-            )
-        )
+        avoided = _bytes_avoided(members, batch, sequence)
+        if avoided == Work():  # what is computed of weights alone
+            continue
+        nodes = [c.name for c in sorted(members, key=lambda c: c.position)]
+        name = f"{kind}_{numbers[kind]}"
+        regions.append(Region(name=name, kind=kind, nodes=nodes, bytes_avoided=avoided))
         numbers[kind] += 1
     return regions
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from analyzers.graph_passes import canonicalise
-from analyzers.graph_regions import calls_of, find_regions, to_document
+from analyzers.graph.passes import canonicalise
+from analyzers.graph.regions import calls_of, find_regions, to_document
 from tests.analyzers.test_graph_passes import BATCH, LENGTH, WIDTH, RMSNorm, exported, hidden
 
 INNER = 24
