@@ -1,0 +1,116 @@
+"""Every released config, without weights, against what its publisher says of it."""
+
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from analyzers import analysis
+from analyzers.schema import ModelAnalysis
+
+DATA = Path(__file__).parents[1] / "data"
+PUBLISHED = yaml.safe_load((DATA / "published.yaml").read_text())
+UNITS = {"M": 1e6, "B": 1e9, "T": 1e12}
+
+
+@pytest.fixture(scope="module")
+def analysed(tmp_path_factory):
+    """Analyses by name, each made once; graphs, which change no size here, are left out."""
+    made: dict[str, ModelAnalysis] = {}
+    patch = pytest.MonkeyPatch()
+    patch.setattr(
+        analysis, "_traced", lambda model, kinds, calls: ([None] * len(kinds), "structural", "")
+    )
+
+    def of(name: str) -> ModelAnalysis:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            shutil.copy(DATA / "configs" / f"{name}.json", folder / "config.json")
+            made[name] = analysis.analyze(folder)
+        return made[name]
+
+    yield of
+    patch.undo()
+
+
+def head(a: ModelAnalysis) -> int:
+    return sum(part.parameters for part in a.outer if part.name == "head")
+
+
+def towers(a: ModelAnalysis) -> int:
+    return sum(tower.parameters or 0 for tower in a.towers if tower.built)
+
+
+def total(a: ModelAnalysis, counts: str) -> int:
+    p = a.parameters
+    return {
+        "all": p.total,
+        "text": p.total - towers(a),
+        "non_embedding": p.total - towers(a) - p.embedding - head(a),
+        "with_mtp": p.total + (a.multi_token.parameters if a.multi_token else 0),
+    }[counts]
+
+
+def active(a: ModelAnalysis, counts: str) -> int:
+    p = a.parameters
+    return {
+        "all": p.active + p.embedding,
+        "no_embedding": p.active,
+        "non_embedding": p.active - head(a),
+    }[counts]
+
+
+def assert_met(figure: str, value: float, *, cut: bool = False) -> None:
+    """Within 1% of a printed figure, or as near as its last digit says."""
+    digits, letter = re.fullmatch(r"([\d.]+)([MBT])", figure).groups()
+    unit = UNITS[letter] * 10.0 ** -len(digits.partition(".")[2])
+    printed = float(digits) * UNITS[letter]
+    if cut:
+        assert printed <= value < printed + unit, f"{value:.5g} is not cut to {figure}"
+    else:
+        assert abs(value - printed) <= max(0.01 * printed, unit / 2), f"{value:.5g}, not {figure}"
+
+
+def test_every_config_has_a_row():
+    configs = {path.stem for path in (DATA / "configs").glob("*.json")} - {"SOURCES"}
+    assert set(PUBLISHED) == configs
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_total_and_active_parameters(analysed, name):
+    a, row = analysed(name), PUBLISHED[name]
+    for said in row["total"]:
+        assert_met(said["figure"], total(a, said["counts"]))
+    for said in row["active"]:
+        assert_met(said["figure"], active(a, said["counts"]), cut=said.get("cut", False))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parts_add_up_to_the_total(analysed, name):
+    a = analysed(name)
+    blocks = sum(len(b.layers) * part.parameters for b in a.blocks for part in b.parts)
+    assert blocks + sum(part.parameters for part in a.outer) == a.parameters.total
+    routed = sum(
+        len(b.layers) * part.parameters
+        for b in a.blocks
+        for part in b.parts
+        if part.name == "routed_experts"
+    )
+    assert routed == a.parameters.routed_experts
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_experts(analysed, name):
+    experts = analysed(name).experts
+    assert {key: getattr(experts, key) for key in PUBLISHED[name]["experts"]} == PUBLISHED[name][
+        "experts"
+    ]
+
+
+@pytest.mark.parametrize("name", [n for n, row in PUBLISHED.items() if "mixers" in row])
+def test_mixers_per_layer(analysed, name):
+    mixers = Counter(layer.mixer for layer in analysed(name).layers)
+    assert mixers == PUBLISHED[name]["mixers"]
