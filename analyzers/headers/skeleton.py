@@ -27,6 +27,7 @@ EXPERT = re.compile(
 LAST = ("down", "w2", "fc2", "wo", "c_proj", "output")
 """Parts of names of an expert's last matrix."""
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embeddings", "embed_in")
+UNTRAINED = ("correction_bias", "expert_bias", "tid2eid", "inv_freq")
 MAX_DEPTH = 24
 MAX_ELEMENTS = 2**62
 """Of one tensor: torch counts elements and bytes in 64 bits."""
@@ -67,7 +68,7 @@ def build(shapes: Mapping[str, Shape]) -> tuple[nn.Module, list[str]]:
     stacked, counts = stack_experts(shapes, notes)
     root = Node()
     left_out = 0
-    for name, shape in stacked.items():
+    for name, shape in sorted(stacked.items()):  # so that like layers are built alike
         *path, last = name.split(".")
         if len(path) > MAX_DEPTH or elements(shape) >= MAX_ELEMENTS:
             left_out += 1
@@ -144,8 +145,7 @@ def _module(name: str, node: Node) -> nn.Module:
         return nn.ModuleList([below[word] for word in sorted(below, key=int)])
     experts = {word: s for word, s in node.shapes.items() if len(s) == 3 and "conv" not in word}
     module = ExpertBanks() if len(experts) > 1 else Inferred()
-    for word, shape in node.shapes.items():
-        module.register_parameter(word, _parameter(shape))
+    _hold(module, node.shapes)
     for word, child in below.items():
         module.add_module(word if not hasattr(module, word) else f"{word}_", child)
     if isinstance(module, ExpertBanks):
@@ -157,12 +157,10 @@ def _stack_of_experts(node: Node) -> ExpertBanks:
     """One child for each matrix of an expert, whose weight is that of all experts."""
     module = ExpertBanks()
     module.layout = "module_list"
-    for word, shape in node.shapes.items():
-        module.register_parameter(word, _parameter(shape))
+    _hold(module, node.shapes)
     for name, shapes in sorted(_matrices(node), key=lambda item: (is_last(item[0]), item[0])):
         holder = Inferred()
-        for word, shape in shapes.items():
-            holder.register_parameter(word, _parameter(shape))
+        _hold(holder, shapes)
         module.add_module(name if not hasattr(module, name) else f"{name}_", holder)
     return module
 
@@ -191,8 +189,14 @@ def _is_transposed(banks: Mapping[str, Shape]) -> bool:
     return not as_is and up[1] == hidden and up[2] in (inner, 2 * inner)
 
 
-def _parameter(shape: Shape) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+def _hold(module: nn.Module, shapes: Mapping[str, Shape]) -> None:
+    """Gives the module these tensors; what no loss trains is a buffer, as in any class."""
+    for word, shape in shapes.items():
+        tensor = torch.empty(shape, device="meta")
+        if any(part in word for part in UNTRAINED):
+            module.register_buffer(word, tensor)
+        else:
+            module.register_parameter(word, nn.Parameter(tensor, requires_grad=False))
 
 
 def _leaf(name: str, shapes: dict[str, Shape]) -> nn.Module | None:
