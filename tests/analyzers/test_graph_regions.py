@@ -1,6 +1,9 @@
 """Regions against lists made by hand: what one kernel could do, and the traffic that it avoids."""
 
+import functools
 import itertools
+from collections import Counter
+from pathlib import Path
 
 import networkx as nx
 import pytest
@@ -11,6 +14,7 @@ from analyzers.graph.passes import canonicalise
 from analyzers.graph.regions import calls_of, find_regions, to_document
 from tests.analyzers.test_graph_passes import BATCH, LENGTH, WIDTH, RMSNorm, exported, hidden
 
+EXAMPLES = Path("examples/models")
 INNER = 24
 SIZE = 4  # bytes of a float32
 
@@ -205,3 +209,139 @@ def test_symbolic_sizes_count_as_numbers_do():
     symbolic = find_regions(calls, batch=batch, sequence=sequence)
     fixed = regions_of(Block(), hidden())[1]
     assert symbolic == fixed
+
+
+# ---------------------------------------------------------------------------------- real models
+
+# By kind of layer: the regions that a reader of the model's code finds, by their telling members.
+PENCIL = {
+    "tiny-kimi-k3": {
+        "kda+dense": {
+            "residual_mixing": [
+                "self_attention_res.attention_residual input_layernorm.rms_norm",
+                "mlp_res.attention_residual post_attention_layernorm.rms_norm",
+            ],
+            "attention_norm_gate_projection": ["self_attn.kda self_attn.o_norm.gated_rms_norm"],
+            "gated_activation": ["mlp.tanh mlp.sigmoid mlp.tanh_1"],
+        },
+        "kda+moe": {
+            "residual_mixing": [
+                "self_attention_res.attention_residual input_layernorm.rms_norm",
+                "mlp_res.attention_residual post_attention_layernorm.rms_norm",
+            ],
+            "attention_norm_gate_projection": ["self_attn.kda self_attn.o_norm.gated_rms_norm"],
+            "norm_projection": ["mlp.routed_expert_norm.rms_norm mlp.routed_expert_up_proj.linear"],
+            "gated_activation": ["mlp.shared_experts.tanh mlp.shared_experts.sigmoid"],
+            "pointwise_chain": ["mlp.add add_1"],
+        },
+        "mla+moe": {
+            "residual_mixing": [
+                "self_attention_res.attention_residual input_layernorm.rms_norm",
+                "mlp_res.attention_residual post_attention_layernorm.rms_norm",
+            ],
+            "attention_norm_gate_projection": [
+                "self_attn.scaled_dot_product_attention self_attn.sigmoid self_attn.o_proj.linear"
+            ],
+            "norm_projection": [
+                "self_attn.q_a_layernorm.rms_norm self_attn.q_b_proj.linear",
+                "self_attn.kv_a_layernorm.rms_norm self_attn.kv_b_proj.linear",
+                "mlp.routed_expert_norm.rms_norm mlp.routed_expert_up_proj.linear",
+            ],
+            "gated_activation": ["mlp.shared_experts.tanh mlp.shared_experts.sigmoid"],
+            "pointwise_chain": ["mlp.add add_1"],
+        },
+    },
+    "tiny-kimi-linear": {
+        "kda+dense": {
+            "norm_projection": ["input_layernorm.rms_norm self_attn.q_proj.linear"],
+            "attention_norm_gate_projection": ["self_attn.kda self_attn.forget_gate.softplus"],
+            "residual_mixing": ["add post_attention_layernorm.rms_norm"],
+            "gated_activation": ["mlp.act_fn.silu mlp.mul"],
+        },
+        "kda+moe": {
+            "norm_projection": ["input_layernorm.rms_norm self_attn.b_proj.linear"],
+            "attention_norm_gate_projection": ["self_attn.kda self_attn.o_proj.linear"],
+            "residual_mixing": ["add post_attention_layernorm.rms_norm"],
+            "gated_activation": ["mlp.shared_experts.act_fn.silu mlp.shared_experts.mul"],
+            "pointwise_chain": ["mlp.add add_1"],
+        },
+        "mla+moe": {
+            "norm_projection": [
+                "input_layernorm.rms_norm self_attn.q_proj.linear",
+                "self_attn.kv_a_layernorm.rms_norm self_attn.kv_b_proj.linear",
+            ],
+            "residual_mixing": ["add post_attention_layernorm.rms_norm"],
+            "gated_activation": ["mlp.shared_experts.act_fn.silu mlp.shared_experts.mul"],
+            "pointwise_chain": ["mlp.add add_1"],
+        },
+    },
+    "tiny-qwen3-next": {
+        "gated_delta_net+moe": {
+            "norm_projection": ["input_layernorm.rms_norm linear_attn.in_proj_qkvz.linear"],
+            "attention_norm_gate_projection": [
+                "linear_attn.gated_delta_rule linear_attn.norm.gated_rms_norm"
+            ],
+            "residual_mixing": ["add post_attention_layernorm.rms_norm"],
+            "gated_activation": ["mlp.shared_expert.act_fn.silu mlp.shared_expert.mul"],
+            "pointwise_chain": ["mlp.sigmoid mlp.mul mlp.add add_1"],
+        },
+        "full_attention+moe": {
+            "norm_projection": ["input_layernorm.rms_norm self_attn.v_proj.linear"],
+            "attention_norm_gate_projection": [
+                "self_attn.scaled_dot_product_attention self_attn.sigmoid self_attn.mul"
+            ],
+            "residual_mixing": ["add post_attention_layernorm.rms_norm"],
+            "gated_activation": ["mlp.shared_expert.act_fn.silu mlp.shared_expert.mul"],
+            "pointwise_chain": ["mlp.sigmoid mlp.mul mlp.add add_1"],
+        },
+    },
+    "mixtral": {
+        "full_attention+moe": {
+            "norm_projection": ["input_layernorm.rms_norm self_attn.k_proj.linear"],
+            "residual_mixing": ["add post_attention_layernorm.rms_norm"],
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory):
+    """The graphs of these models by kind of layer, traced when first asked for."""
+    from analyzers import models
+    from analyzers.graph import trace_blocks
+    from analyzers.structure import kinds
+    from analyzers.tiny import tiny_config
+
+    @functools.cache
+    def traced(name):
+        folder = EXAMPLES / name
+        config = models.load_config(folder) if folder.is_dir() else tiny_config(name)
+        model = models.build_on_meta(config)
+        found = kinds(model)
+        blocks = trace_blocks(model, found).blocks
+        names = [f"{kind.mixer}+{kind.feed_forward}" for kind in found]
+        return dict(zip(names, (block.document for block in blocks), strict=True))
+
+    return traced
+
+
+@pytest.mark.parametrize("model", PENCIL)
+def test_real_models_have_the_regions_of_the_pencil(documents, model):
+    found = documents(model)
+    assert found.keys() == PENCIL[model].keys()
+    for kind, expected in PENCIL[model].items():
+        regions = found[kind].regions
+        assert Counter(r.kind for r in regions) == {k: len(v) for k, v in expected.items()}
+        for region_kind, members in expected.items():
+            for words in members:
+                holding = [r for r in regions if set(words.split()) <= set(r.nodes)]
+                assert [r.kind for r in holding] == [region_kind], words
+
+
+@pytest.mark.parametrize("model", PENCIL)
+def test_regions_of_real_models_can_run_one_after_the_other(documents, model):
+    for document in documents(model).values():
+        assert_kernels_can_run(document)
+        names = {n.name for n in document.nodes}
+        assert len(names) == len(document.nodes)
+        assert all(set(n.inputs) <= names for n in document.nodes)
