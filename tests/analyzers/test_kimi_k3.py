@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from analyzers.models.kimi_k3 import attention, register
 from analyzers.models.kimi_k3 import modeling_kimi_k3 as modeling
-from analyzers.models.kimi_k3 import register
-from analyzers.models.kimi_k3.configuration_kimi_k3 import KimiK3Config, KimiK3TextConfig
+from analyzers.models.kimi_k3.configuration_kimi_k3 import KimiK3Config
 from analyzers.models.kimi_k3.mxfp4 import pack_mxfp4, unpack_mxfp4
+from tests.analyzers.kimi_k3_samples import FIXTURE, tiny
 
-FIXTURE = Path(__file__).parents[1] / "data" / "kimi-k3-tiny"
 RELEASED = Path(__file__).parents[2] / "examples" / "models" / "kimi-k3"
 
 
@@ -39,15 +39,6 @@ def loss_and_gradients(model, ids, **kwargs):
     out = model(ids, labels=ids, use_cache=False, **kwargs)
     out.loss.backward()
     return out, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
-def tiny(**changes) -> KimiK3TextConfig:
-    """The fixture's text config with changes; `linear_attn_config` is merged."""
-    text = json.loads((FIXTURE / "config.json").read_text())["text_config"]
-    linear = {**text["linear_attn_config"], **changes.pop("linear_attn_config", {})}
-    return KimiK3Config(
-        text_config={**text, **changes, "linear_attn_config": linear}, pad_token_id=0
-    ).get_text_config()
 
 
 # --- the model ---
@@ -80,47 +71,6 @@ def test_released_config_builds_with_the_published_number_of_parameters():
     assert kinds.count("linear_attention") == 69
     assert kinds[3] == kinds[92] == "full_attention"
     assert model.model.layers[1].mlp.experts.gate_up_proj.shape == (896, 2 * 3072, 3584)
-
-
-def test_top_k_indexer_is_kept_in_the_config_and_refused_by_the_model():
-    config = tiny(dsa_config={"index_topk": 2048, "dsa_layers": [3, 6]})
-    assert config.dsa_config["index_topk"] == 2048
-    with torch.device("meta"), pytest.raises(ValueError, match="dsa_config"):
-        AutoModelForCausalLM.from_config(config)
-
-
-LAYERS = {"kda_layers": [1, 2, 3], "full_attn_layers": [4]}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"num_hidden_layers": 4, "linear_attn_config": LAYERS},
-        {"attn_res_block_size": 1},
-        {"attn_res_block_size": 4},
-        {"attn_res_block_size": 12},
-        {"linear_attn_config": {"use_full_rank_gate": False, "head_dim": 8, "num_heads": 6}},
-        {"linear_attn_config": {"gate_lower_bound": None, "short_conv_kernel_size": 2}},
-        {"mla_use_output_gate": False, "q_lora_rank": None, "v_head_dim": 12, "kv_lora_rank": 20},
-        {
-            "routed_scaling_factor": 2.5,
-            "latent_moe_use_norm": False,
-            "routed_expert_hidden_size": 48,
-        },
-        {"first_k_dense_replace": 3, "num_shared_experts": 1, "moe_renormalize": False},
-        {"moe_layer_freq": 2, "num_expert_group": 2},
-    ],
-    ids=lambda changes: "-".join(changes),
-)
-def test_variants_train(changes):
-    torch.manual_seed(0)
-    config = tiny(**changes)
-    model = AutoModelForCausalLM.from_config(config)
-    out, gradients = loss_and_gradients(model, torch.randint(1, 128, (2, 70)))
-    assert len(model.model.layers) == config.num_hidden_layers
-    assert out.loss.isfinite()
-    assert all(g.isfinite().all() for g in gradients.values())
-    assert set(gradients) == {n for n, _ in model.named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -221,7 +171,7 @@ def test_hidden_states_and_router_logits_are_recorded(model, expected):
 
 
 def test_export_sees_one_operator_in_place_of_the_delta_rule(model, expected, monkeypatch):
-    delta_rule = modeling.chunk_kimi_delta_attention
+    delta_rule = attention.chunk_kimi_delta_attention
 
     @torch.library.custom_op("adapter_agent_test::kimi_k3_kda", mutates_args=())
     def kda(
@@ -231,7 +181,7 @@ def test_export_sees_one_operator_in_place_of_the_delta_rule(model, expected, mo
 
     kda.register_fake(lambda q, k, v, g, beta: torch.empty_like(v))
     monkeypatch.setattr(
-        modeling,
+        attention,
         "chunk_kimi_delta_attention",
         lambda q, k, v, g, beta, **ignored: (kda(q, k, v, g, beta), None),
     )

@@ -40,7 +40,7 @@ class KimiK3TextConfig(KimiLinearConfig):
     mla_use_output_gate (`bool`, *optional*, defaults to `True`):
         Whether latent attention multiplies its output with `sigmoid(g_proj(x))`.
     routed_expert_hidden_size (`int`, *optional*, defaults to 3584):
-        Width in which the routed experts work.
+        Width in which the routed experts work. `None` is `hidden_size`, without projections or norm.
     latent_moe_use_norm (`bool`, *optional*, defaults to `True`):
         Whether the sum of the routed experts is normalised before it is projected up.
     attn_res_block_size (`int`, *optional*, defaults to 12):
@@ -48,15 +48,25 @@ class KimiK3TextConfig(KimiLinearConfig):
     activation_situ_beta, activation_situ_linear_beta (`float`):
         Bounds of the two halves of SiTU-GLU.
     dsa_config (`dict`, *optional*):
-        The top-k indexer of Kimi-K3.1-Pro; kept, but no model can be built with it yet.
+        The top-k indexer of Kimi-K3.1-Pro, on every layer of full attention: `index_n_heads`,
+        `index_head_dim`, `index_topk`, `index_rope` (only false) and the 1-indexed `dsa_layers`, which must
+        equal `full_attn_layers`. No config of that model was at hand: what it says is documented, the names
+        of the keys are a guess after DeepSeek-V3.2's.
+    index_n_heads, index_head_dim, index_topk (`int`, *optional*):
+        Read from `dsa_config`.
     checkpoint_quantization_config (`dict`, *optional*):
         How the experts of the checkpoint are packed; the loader unpacks them.
     """
 
     model_type = "kimi_k3_text"
     base_config_key = "text_config"
-    # A stage hands on the bank of block starts beside the hidden states, which a plan cannot say.
-    base_model_pp_plan = None
+    # A stage begins at one of `pipeline_cuts`, and is handed the bank of block starts too.
+    base_model_pp_plan = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "bank", "attention_mask"], ["hidden_states", "bank"]),
+        "output_attn_res": (["hidden_states", "bank"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
     attribute_map = {
         "norm_topk_prob": "moe_renormalize",
         "n_group": "num_expert_group",
@@ -83,7 +93,7 @@ class KimiK3TextConfig(KimiLinearConfig):
     linear_full_rank_gate: bool = True
     mla_use_nope: bool = True
     mla_use_output_gate: bool = True
-    routed_expert_hidden_size: int = 3584
+    routed_expert_hidden_size: int | None = 3584
     latent_moe_use_norm: bool = True
     attn_res_block_size: int = 12
     activation_situ_beta: float = 4.0
@@ -92,6 +102,9 @@ class KimiK3TextConfig(KimiLinearConfig):
     first_k_dense_replace: int = 1
     moe_layer_freq: int = 1
     dsa_config: dict | None = None
+    index_n_heads: int | None = None
+    index_head_dim: int | None = None
+    index_topk: int | None = None
     checkpoint_quantization_config: dict | None = None
 
     def __post_init__(self, **kwargs):
@@ -105,6 +118,8 @@ class KimiK3TextConfig(KimiLinearConfig):
         self.linear_full_rank_gate = linear.get("use_full_rank_gate", self.linear_full_rank_gate)
         if self.layer_types is None:
             self.layer_types = self._layer_types(linear)
+        if self.dsa_config is not None:
+            self._read_indexer(self.dsa_config)
         if self.mlp_layer_types is None:
             self.mlp_layer_types = [
                 "sparse"
@@ -129,6 +144,33 @@ class KimiK3TextConfig(KimiLinearConfig):
         full = set(full)
         return ["full_attention" if i + 1 in full else "linear_attention" for i in range(number)]
 
+    def _read_indexer(self, dsa: dict[str, Any]) -> None:
+        """Turns the layers of full attention into layers of attention over selected keys."""
+        for field in ("index_n_heads", "index_head_dim", "index_topk"):
+            value = dsa.get(field)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"dsa_config: {field} must be a positive integer, found {value!r}")
+            setattr(self, field, value)
+        if dsa.get("index_rope"):
+            raise ValueError("dsa_config: index_rope is not supported, the model has no positions")
+        if self.q_lora_rank is None:
+            raise ValueError("dsa_config: the indexer reads the query latent, so needs q_lora_rank")
+        types = self.layer_types or []
+        full = [i for i, kind in enumerate(types, 1) if kind != "linear_attention"]
+        if sorted(dsa.get("dsa_layers", full)) != full:
+            raise ValueError(f"dsa_config: dsa_layers must be the layers of full attention, {full}")
+        self.layer_types = [
+            kind if kind == "linear_attention" else "indexed_attention" for kind in types
+        ]
+
+    @property
+    def pipeline_cuts(self) -> list[int]:
+        """Layers (0-indexed) at which a pipeline stage may begin besides the first: there the running
+        sum has just become the last entry of the bank, so the bank alone is handed on."""
+        return list(
+            range(self.attn_res_block_size, self.num_hidden_layers, self.attn_res_block_size)
+        )
+
     def validate_architecture(self):
         """Part of `@strict`'s validation: refuses what the modelling code does not compute."""
         for field in ("layer_types", "mlp_layer_types"):
@@ -137,6 +179,8 @@ class KimiK3TextConfig(KimiLinearConfig):
                 raise ValueError(
                     f"{field}: {len(kinds)} entries for {self.num_hidden_layers} layers"
                 )
+        if "indexed_attention" in (self.layer_types or []) and self.dsa_config is None:
+            raise ValueError("layer_types: indexed_attention needs a dsa_config")
         if self.attn_res_block_size < 1:
             raise ValueError(f"attn_res_block_size: {self.attn_res_block_size} is not positive")
         for field, only in (

@@ -2,10 +2,12 @@
 """The text model of Kimi-K3 (arXiv 2607.24653), built on transformers' Kimi-Linear.
 
 What differs from Kimi-Linear: a bounded forget gate, a full-rank output gate, gated latent attention,
-experts in a latent space with SiTU-GLU, and attention residuals over blocks of layers.
+experts in a latent space with SiTU-GLU, and attention residuals over blocks of layers. Kimi-K3.1-Pro
+adds an indexer that selects the keys of latent attention.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,34 +15,35 @@ from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.integrations import use_experts_implementation, use_kernelized_func
-from transformers.integrations.accelerate import force_accelerate_hooks
+from transformers.integrations import use_experts_implementation
 from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeModelOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.kimi_linear.modeling_kimi_linear import (
-    KimiLinearAttention,
-    KimiLinearDeltaAttention,
     KimiLinearForCausalLM,
-    KimiLinearForgetGate,
     KimiLinearPreTrainedModel,
     KimiLinearRMSNorm,
     KimiLinearTopkRouter,
-    apply_mask_to_padding_states,
-    causal_conv1d_fn,
-    causal_conv1d_update,
-    chunk_kimi_delta_attention,
-    eager_attention_forward,
-    recurrent_kimi_delta_attention,
 )
 from transformers.utils import logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from analyzers.models.kimi_k3.attention import (
+    KimiK3Attention,
+    KimiK3DeltaAttention,
+    KimiK3ForgetGate,
+)
 from analyzers.models.kimi_k3.configuration_kimi_k3 import KimiK3TextConfig
 
 logger = logging.get_logger(__name__)
+
+MASKS: dict[str, Callable] = {
+    "full_attention": create_causal_mask,
+    # The indexer needs the mask itself, not the kernel's word for it.
+    "indexed_attention": partial(create_causal_mask, allow_is_causal_skip=False),
+    "linear_attention": create_recurrent_attention_mask,
+}
 
 
 def situ_glu(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: float) -> torch.Tensor:
@@ -85,156 +88,6 @@ class KimiK3AttentionResidual(nn.Module):
         )
 
 
-class KimiK3ForgetGate(KimiLinearForgetGate):
-    """Log decay [B, T, H, K], float32: `lower_bound * sigmoid(exp(A_log) * (f + dt_bias))`."""
-
-    def __init__(self, config: KimiK3TextConfig):
-        super().__init__(config)
-        self.lower_bound = config.linear_lower_bound
-        self.A_log = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32))
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        f = self.f_b_proj(self.f_a_proj(hidden_states)).float() + self.dt_bias.float()
-        f = f.unflatten(-1, (-1, self.head_dim))
-        decay_rate = self.A_log.float().exp().unsqueeze(-1)
-        if self.lower_bound is None:
-            return -decay_rate * nn.functional.softplus(f)
-        return self.lower_bound * torch.sigmoid(decay_rate * f)
-
-
-@use_kernelized_func(
-    [
-        chunk_kimi_delta_attention,
-        recurrent_kimi_delta_attention,
-        causal_conv1d_fn,
-        causal_conv1d_update,
-    ]
-)
-class KimiK3DeltaAttention(KimiLinearDeltaAttention):
-    """Kimi delta attention with a bounded forget gate and a full-rank output gate."""
-
-    def __init__(self, config: KimiK3TextConfig, layer_idx: int):
-        super().__init__(config, layer_idx)
-        self.activation = "silu"  # of the short convolution; config.hidden_act is the MLPs'
-        self.forget_gate = KimiK3ForgetGate(config)
-        self.full_rank_gate = config.linear_full_rank_gate
-        if self.full_rank_gate:
-            del self.g_a_proj, self.g_b_proj
-            self.g_proj = nn.Linear(self.hidden_size, self.qkv_dim, bias=False)
-
-    @force_accelerate_hooks("conv1d")
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        cache: Cache | None = None,
-        attention_mask: torch.Tensor | None = None,
-        **kwargs,
-    ) -> torch.Tensor:
-        hidden_states = apply_mask_to_padding_states(hidden_states, attention_mask)
-        batch_size, seq_len = hidden_states.shape[:2]
-        hidden_shape = (batch_size, seq_len, -1, self.head_dim)
-
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        mixed_qkv = torch.cat([proj(hidden_states) for proj in projections], dim=-1).transpose(1, 2)
-        conv_state = recurrent_state = None
-        if cache is not None:
-            conv_state = cache.get_conv_state(self.layer_idx, state_idx=0)
-            recurrent_state = cache.get_recurrent_state(self.layer_idx, state_idx=0)
-        weight = self.conv1d.weight.squeeze(1)
-        if conv_state is not None and seq_len == 1:
-            mixed_qkv = causal_conv1d_update(
-                mixed_qkv, conv_state, weight=weight, bias=None, activation=self.activation
-            )
-        else:
-            if cache is not None:
-                mixed_qkv = cache.update_conv_state(
-                    mixed_qkv, self.layer_idx, conv_kernel_size=self.conv_kernel_size
-                )
-            mixed_qkv = causal_conv1d_fn(
-                mixed_qkv, weight=weight, bias=None, activation=self.activation, **kwargs
-            )[:, :, -seq_len:]
-        query, key, value = (
-            x.reshape(hidden_shape) for x in mixed_qkv.transpose(1, 2).chunk(3, dim=-1)
-        )
-
-        one_token = recurrent_state is not None and seq_len == 1
-        delta_rule = recurrent_kimi_delta_attention if one_token else chunk_kimi_delta_attention
-        output, recurrent_state = delta_rule(
-            query,
-            key,
-            value,
-            g=self.forget_gate(hidden_states),
-            beta=torch.sigmoid(self.b_proj(hidden_states).float()),
-            initial_state=recurrent_state,
-            output_final_state=cache is not None,
-            use_qk_l2norm_in_kernel=True,
-            **kwargs,
-        )
-        if cache is not None:
-            cache.update_recurrent_state(recurrent_state.float(), self.layer_idx)
-
-        if self.full_rank_gate:
-            gate = self.g_proj(hidden_states)
-        else:
-            gate = self.g_b_proj(self.g_a_proj(hidden_states))
-        output = self.o_norm(output, gate.view(hidden_shape)).reshape(batch_size, seq_len, -1)
-        return self.o_proj(output)
-
-
-class KimiK3Attention(KimiLinearAttention):
-    """Multi-head latent attention without positions, its output gated by `sigmoid(g_proj(x))`."""
-
-    def __init__(self, config: KimiK3TextConfig, layer_idx: int):
-        super().__init__(config, layer_idx)
-        self.g_proj = None
-        if config.mla_use_output_gate:
-            self.g_proj = nn.Linear(self.hidden_size, self.o_proj.in_features, bias=False)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        cache: Cache | None = None,
-        **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        batch_size, seq_length = hidden_states.shape[:-1]
-        query = hidden_states
-        for project in (self.q_proj, self.q_a_proj, self.q_a_layernorm, self.q_b_proj):
-            if project is not None:  # either the first or the three others
-                query = project(query)
-        query = query.view(batch_size, seq_length, -1, self.qk_head_dim).transpose(1, 2)
-
-        kv_latent, k_shared = torch.split(
-            self.kv_a_proj_with_mqa(hidden_states),
-            [self.kv_lora_rank, self.qk_rope_head_dim],
-            dim=-1,
-        )
-        # The cache holds both as single heads: [B, 1, T, width]
-        kv_latent = self.kv_a_layernorm(kv_latent).unsqueeze(1)
-        k_shared = k_shared.unsqueeze(1)
-        if cache is not None:
-            kv_latent, k_shared = cache.update(kv_latent, k_shared, self.layer_idx, kwargs=kwargs)
-        key, value = self.expand_kv(kv_latent, k_shared)
-
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation or "eager", eager_attention_forward
-        )
-        output, weights = attention_interface(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **kwargs,
-        )
-        output = output.reshape(batch_size, seq_length, -1)
-        if self.g_proj is not None:
-            output = output * torch.sigmoid(self.g_proj(hidden_states))
-        return self.o_proj(output), weights
-
-
 class KimiK3MLP(nn.Module):
     """SiTU-GLU feed-forward: the dense layers and the shared experts."""
 
@@ -256,7 +109,7 @@ class KimiK3Experts(nn.Module):
     def __init__(self, config: KimiK3TextConfig):
         super().__init__()
         self.num_experts = config.num_local_experts
-        self.hidden_dim = config.routed_expert_hidden_size
+        self.hidden_dim = config.routed_expert_hidden_size or config.hidden_size
         self.intermediate_dim = config.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(
             torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim)
@@ -293,25 +146,26 @@ class KimiK3MoE(nn.Module):
         super().__init__()
         hidden, latent = config.hidden_size, config.routed_expert_hidden_size
         self.gate = KimiLinearTopkRouter(config)
-        self.routed_expert_down_proj = nn.Linear(hidden, latent, bias=False)
         self.experts = KimiK3Experts(config)
-        self.routed_expert_norm = (
-            KimiLinearRMSNorm(latent, config.rms_norm_eps)
-            if config.latent_moe_use_norm
-            else nn.Identity()
-        )
-        self.routed_expert_up_proj = nn.Linear(latent, hidden, bias=False)
+        self.routed_expert_down_proj = self.routed_expert_up_proj = self.routed_expert_norm = None
+        if latent is not None:
+            self.routed_expert_down_proj = nn.Linear(hidden, latent, bias=False)
+            self.routed_expert_up_proj = nn.Linear(latent, hidden, bias=False)
+            if config.latent_moe_use_norm:
+                self.routed_expert_norm = KimiLinearRMSNorm(latent, config.rms_norm_eps)
         self.shared_experts = KimiK3MLP(
             config, config.moe_intermediate_size * config.n_shared_experts
         )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         _, weights, indices = self.gate(hidden_states)
-        latent = self.routed_expert_down_proj(hidden_states)
-        routed = self.experts(latent.view(-1, latent.shape[-1]), indices, weights).view(
-            latent.shape
-        )
-        routed = self.routed_expert_up_proj(self.routed_expert_norm(routed))
+        routed = hidden_states
+        if self.routed_expert_down_proj is not None:
+            routed = self.routed_expert_down_proj(routed)
+        routed = self.experts(routed.view(-1, routed.shape[-1]), indices, weights).view_as(routed)
+        for project in (self.routed_expert_norm, self.routed_expert_up_proj):
+            if project is not None:
+                routed = project(routed)
         return routed + self.shared_experts(hidden_states)
 
 
@@ -328,7 +182,8 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         assert config.mlp_layer_types is not None
         self.block_type = config.layer_types[layer_idx]
         self.starts_block = layer_idx % config.attn_res_block_size == 0
-        attention = KimiK3Attention if self.block_type == "full_attention" else KimiK3DeltaAttention
+        linear = self.block_type == "linear_attention"
+        attention = KimiK3DeltaAttention if linear else KimiK3Attention
         self.self_attn = attention(config, layer_idx)
         sparse = config.mlp_layer_types[layer_idx] == "sparse"
         self.mlp = KimiK3MoE(config) if sparse else KimiK3MLP(config, config.intermediate_size)
@@ -352,7 +207,7 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
             cache=cache,
             **kwargs,
         )
-        if self.block_type == "full_attention":
+        if self.block_type != "linear_attention":
             attended, _ = attended
         running = attended if running is None else running + attended
 
@@ -368,16 +223,9 @@ class KimiK3PreTrainedModel(KimiLinearPreTrainedModel):
         "hidden_states": KimiK3DecoderLayer,
         "attentions": KimiK3Attention,
     }
+    _keep_in_fp32_modules = ["indexer.weights_proj"]
     _keep_in_fp32_modules_strict = ["e_score_correction_bias", "gate.weight", "dt_bias", "A_log"]
     _keys_to_ignore_on_load_unexpected = [r"^vision_tower\.", r"^mm_projector\."]
-
-    def __init__(self, config: KimiK3TextConfig, *args, **kwargs):
-        if config.dsa_config is not None:
-            raise ValueError(
-                "dsa_config: the top-k indexer of Kimi-K3.1-Pro is not implemented; without it the model "
-                "would compute something else"
-            )
-        super().__init__(config, *args, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module):
@@ -449,8 +297,7 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
                 "position_ids": position_ids,
             }
             masks = {
-                "full_attention": create_causal_mask(**mask_kwargs),
-                "linear_attention": create_recurrent_attention_mask(**mask_kwargs),
+                kind: MASKS[kind](**mask_kwargs) for kind in set(self.config.layer_types or [])
             }
 
         bank = hidden_states.new_empty(*hidden_states.shape[:2], 0, hidden_states.shape[-1])
@@ -471,8 +318,9 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
 
 
 class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
-    _tied_weights_keys = {}
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # pyright: ignore[reportAssignmentType]
     _fsdp_plan = {"lm_head": "keep_full_weight"}
 
     def __init__(self, config: KimiK3TextConfig):
