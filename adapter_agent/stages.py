@@ -141,11 +141,20 @@ def review(context: Context) -> Outcome:
         return Outcome(decide(context.run, context.review))
 
 
+def _require_class(context: Context) -> None:
+    """Raises InputError when the analysis had to do without a class: there is nothing to run."""
+    if context.analysis.fidelity == "headers":
+        reason = context.analysis.fidelity_reason
+        fault = "is planned, but without a class it can neither be validated nor trained"
+        raise InputError(context.job.model, fault=fault, fix=reason)
+
+
 def validate(context: Context) -> Outcome:
     import runtime
 
     if context.analysis.checkpoint is None:
         return Outcome("the model folder has no weights: planned, not proved", "skipped")
+    _require_class(context)
     try:
         report = runtime.validate(context.run.path, progress=context.progress)
     except ProofError as e:
@@ -164,6 +173,7 @@ def train(context: Context) -> Outcome:
         return Outcome("the model folder has no weights: nothing to train", "skipped")
     if job.data is None:
         return Outcome("no --data FILE.jsonl was given", "skipped")
+    _require_class(context)
     cluster = context.cluster
     if not devices_are_here(cluster):
         files = write_launch(context.plan, cluster, run.path)
@@ -194,6 +204,7 @@ def train_twin(context: Context) -> Outcome:
     if job.data is None:
         fix = "make the run with --data FILE.jsonl"
         raise InputError(run / "job.json", field="data", fault="none was given", fix=fix)
+    _require_class(context)
     made = read_document(Plan, write_twin(run.path))
     twin = RunDirectory(run / "twin")
     names = ["job.json", "analysis.json", "operators.json"]
