@@ -102,7 +102,9 @@ def _of_class(folder: Path, data: dict[str, Any], model_type: str) -> PreTrained
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # advice to authors of configs
             if model_type in CONFIG_MAPPING:
-                return CONFIG_MAPPING[model_type].from_dict(data)
+                cls = CONFIG_MAPPING[model_type]
+                # As from_pretrained does: infinity is written as {"__float__": "Infinity"}.
+                return cls.from_dict(cls._decode_special_floats(data))
             return AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
     except Exception as e:  # config classes raise anything, from TypeError to their own errors
         first = str(e).strip().partition("\n")[0] or type(e).__name__
