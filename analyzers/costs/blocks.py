@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
-from analyzers.costs.attention import softmax_attention, sparse_attention
+from analyzers.costs.attention import compressed_attention, softmax_attention, sparse_attention
 from analyzers.costs.call import Call
 from analyzers.costs.experts import experts, router
 from analyzers.costs.linear import activation, linear, norm, short_convolution
-from analyzers.costs.linear_attention import delta_rule, linear_attention
+from analyzers.costs.linear_attention import (
+    delta_rule,
+    linear_attention,
+    rg_lru,
+    selective_scan,
+    wkv,
+)
 from analyzers.costs.residual import residual_site
 from analyzers.mixers import Mixer
 from analyzers.schema import PartName, Pass, Work
@@ -30,10 +34,16 @@ FORMULAS: dict[str, Callable[[Mixer], list[Call]]] = {
     "ssd": linear_attention,
     "lightning_attention": linear_attention,
     "gla": linear_attention,
+    "mlstm": linear_attention,
+    "selective_scan": selective_scan,
+    "rg_lru": rg_lru,
+    "wkv": wkv,
     "scaled_dot_product_attention": softmax_attention,
     "sparse_attention": sparse_attention,
+    "compressed_attention": compressed_attention,
 }
-NO_FORMULA = {"other_mixer"}
+# Not known, or priced by its own convolution module.
+NO_FORMULA = {"other_mixer", "short_convolution"}
 
 # Last projections of a mixer or feed-forward, whose input nothing else reads.
 OUTPUTS = {
@@ -41,7 +51,7 @@ OUTPUTS = {
     *("down_proj", "w2", "fc2", "dense_4h_to_h", "output_linear"),
 }
 UPS = {"gate_proj", "up_proj", "w1", "w3"}  # read one tensor
-SOFTMAX = {"scaled_dot_product_attention", "sparse_attention"}
+SOFTMAX = {"scaled_dot_product_attention", "sparse_attention", "compressed_attention"}
 
 
 def block_calls(kind: Kind, config: PreTrainedConfig) -> list[Call]:
@@ -51,10 +61,9 @@ def block_calls(kind: Kind, config: PreTrainedConfig) -> list[Call]:
     """
     calls: list[Call] = []
     kept: set[str] = set()  # inputs that an adapter keeps
-    without_gradient = [p for p, m in kind.module.named_modules() if _without_gradient(m)]
     for path, module in kind.module.named_modules():
         found = _calls(kind, path, module, config, kept)
-        if any(_under(path, root) for root in without_gradient):
+        if "indexer" in path.split("."):  # hands on indices, which have no gradient
             found = [replace(c, backward=Pass(), saved=Work(), adapter=None) for c in found]
         calls += found
         for mixer in kind.mixers:
@@ -140,29 +149,7 @@ def _is_attention_output(kind: Kind, path: str, module: nn.Linear) -> bool:
     if mixer is None or mixer.operator not in SOFTMAX or path.rpartition(".")[2] not in OUTPUTS:
         return False
     width = int(mixer.attributes["heads"]) * int(mixer.attributes["value_dim"])
-    return module.in_features == width and not _has_gate(
-        kind.module.get_submodule(mixer.path), width
-    )
-
-
-def _has_gate(attention: nn.Module, width: int) -> bool:
-    """Whether the output of attention is multiplied with a gate before it is projected."""
-    names = [n for n, c in attention.named_children() if isinstance(c, nn.Linear)]
-    query = getattr(attention, "q_proj", None)
-    in_query = isinstance(query, nn.Linear) and query.out_features == 2 * width
-    return in_query or any("gate" in n or n == "g_proj" for n in names)
-
-
-def _without_gradient(module: nn.Module) -> bool:
-    """Whether the forward of a module is decorated with `torch.no_grad`."""
-    function = type(module).forward
-    while function is not None:
-        if inspect.isfunction(function) and function.__code__.co_name == "decorate_context":
-            factory = inspect.getclosurevars(function).nonlocals.get("ctx_factory")
-            if isinstance(getattr(factory, "__self__", None), torch.no_grad):
-                return True
-        function = getattr(function, "__wrapped__", None)
-    return False
+    return module.in_features == width and not mixer.attributes.get("output_gate")
 
 
 def _under(path: str, root: str | None) -> bool:

@@ -44,8 +44,8 @@ def delta_rule(mixer: Mixer) -> list[Call]:
 
 def linear_attention(mixer: Mixer) -> list[Call]:
     """Decaying linear attention without the delta rule: lightning attention (Qin et al. 2024,
-    arXiv 2401.04658), GLA (Yang et al. 2023, 2312.06635), SSD, where q = C, k = B and v = dt x
-    (Dao & Gu 2024, 2405.21060).
+    arXiv 2401.04658), GLA (Yang et al. 2023, 2312.06635), mLSTM (Beck et al. 2024, 2405.04517) and
+    SSD, where q = C, k = B and v = dt x (Dao & Gu 2024, 2405.21060).
 
     Forward 2 CK + 2 CV + 4 KV: A = Q K^T 2CK, O = A V + Q S 2CV + 2KV, S += K^T V 2KV.
     Backward 6 CK + 4 CV + 10 KV: twice that, and again A 2CK and S 2KV.
@@ -64,6 +64,33 @@ def linear_attention(mixer: Mixer) -> list[Call]:
             output=ACTIVATION * heads * v,
         )
     ]
+
+
+def selective_scan(mixer: Mixer) -> list[Call]:
+    """A decay per channel and state (Mamba, arXiv 2312.00752): element by element, no product.
+    Reads x and its step in float32, B and C."""
+    channels, state = int(mixer.attributes["channels"]), int(mixer.attributes["key_dim"])
+    inputs = (ACTIVATION + FLOAT32) * channels + 2 * ACTIVATION * state
+    return [_scan(mixer, forward=0, backward=0, inputs=inputs, output=ACTIVATION * channels)]
+
+
+def wkv(mixer: Mixer) -> list[Call]:
+    """A weighted mean of past values per channel (RWKV-4, arXiv 2305.13048): element by element.
+    Reads keys and values."""
+    channels = int(mixer.attributes["channels"])
+    inputs, output = 2 * ACTIVATION * channels, ACTIVATION * channels
+    return [_scan(mixer, forward=0, backward=0, inputs=inputs, output=output)]
+
+
+def rg_lru(mixer: Mixer) -> list[Call]:
+    """Real-gated linear recurrent unit (De et al. 2024, arXiv 2402.19427).
+
+    Its two gates are block-diagonal matrices of the input, 2 * 2 * channels**2 / heads; backward
+    makes them again and takes their gradient. The recurrence goes element by element.
+    """
+    channels, heads = int(mixer.attributes["channels"]), int(mixer.attributes["heads"])
+    gates, one = 4 * channels**2 / heads, ACTIVATION * channels
+    return [_scan(mixer, forward=gates, backward=2 * gates, inputs=one, output=one)]
 
 
 def _scan(mixer: Mixer, *, forward: float, backward: float, inputs: float, output: float) -> Call:

@@ -1,0 +1,392 @@
+"""Costs of operators: how they grow with documents, and formulas against torch and pencil."""
+
+import ast
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from analyzers import analyze
+from analyzers.costs import CHUNK, FORMULAS, NO_FORMULA
+from analyzers.mixers import Mixer
+from analyzers.schema import ModelAnalysis, Operator, Pass, Work
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "tests" / "data" / "configs"
+LINEAR_MIXERS = ("kda", "gated_delta_rule", "ssd", "lightning_attention")
+
+
+@pytest.fixture(scope="module")
+def analyses(tmp_path_factory):
+    """Analyses of released configs by name, without graphs: they say nothing about costs."""
+    known: dict[str, ModelAnalysis] = {}
+
+    def of(name: str) -> ModelAnalysis:
+        if name not in known:
+            folder = tmp_path_factory.mktemp(name)
+            own = ROOT / "examples" / "models" / name / "config.json"
+            source = own if own.is_file() else CONFIGS / f"{name}.json"
+            shutil.copy(source, folder / "config.json")
+            known[name] = analyze(folder)
+        return known[name]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("analyzers.analysis._traced", untraced)
+        yield of
+
+
+def untraced(model, kinds, calls):
+    return [None] * len(kinds), "structural", ""
+
+
+def operators(a: ModelAnalysis, *names: str) -> list[Operator]:
+    found = [o for o in a.operators if o.name in names]
+    assert found, f"{a.model_type} has no {names}"
+    return found
+
+
+def quantities(o: Operator) -> list[Work]:
+    found = [o.flops, o.bytes, o.bytes_written, o.saved_bytes]
+    return [*found, o.backward.flops, o.backward.bytes, o.backward.bytes_written]
+
+
+def mixed(operator: str, **attributes) -> Pass:
+    """Forward and backward of the mixing itself, by the table of formulas."""
+    return FORMULAS[operator](Mixer(operator, operator, attributes))[-1]
+
+
+# ------------------------------------------------------------------------ growth with documents
+
+
+@pytest.mark.parametrize(
+    ("name", "mixers"),
+    [
+        ("kimi-k3", ("kda",)),
+        ("qwen3-next-80b-a3b", ("gated_delta_rule",)),
+        ("nemotron-3-super-120b-a12b-fp8", ("ssd",)),
+    ],
+)
+def test_twice_the_sequence_is_twice_the_work_of_linear_mixers(analyses, name, mixers):
+    for o in operators(analyses(name), *mixers):
+        for work in quantities(o):
+            assert work.at(8192) == 2 * work.at(4096) > 0
+
+
+@pytest.mark.parametrize("name", ["kimi-k3", "qwen3-next-80b-a3b", "deepseek-v3"])
+def test_twice_the_sequence_is_four_times_the_work_of_full_attention(analyses, name):
+    for o in operators(analyses(name), "scaled_dot_product_attention"):
+        for work in (o.flops, o.backward.flops):
+            assert work.at(8192) == 4 * work.at(4096) > 0
+        # A fused kernel never writes the square.
+        assert o.bytes.at(8192) == 2 * o.bytes.at(4096)
+        assert o.saved_bytes.at(8192) == 2 * o.saved_bytes.at(4096)
+
+
+def test_batch_of_four_is_four_documents(analyses):
+    for o in analyses("kimi-k3").operators:
+        for work in quantities(o):
+            assert work.over([4096] * 4) == 4 * work.at(4096)
+
+
+def test_packed_documents_do_not_meet(analyses):
+    a, lengths = analyses("kimi-k3"), [700, 1300, 2096]
+    (attention,) = operators(a, "scaled_dot_product_attention")
+    squares = sum(length**2 for length in lengths)
+    assert attention.flops.over(lengths) == attention.flops.per_pair * squares
+    assert attention.flops.over(lengths) < 0.4 * attention.flops.at(sum(lengths))
+    for o in operators(a, "kda", "linear", "experts"):
+        assert o.flops.over(lengths) == o.flops.at(sum(lengths))
+
+
+def test_attention_over_selected_keys_is_linear_beyond_them(analyses):
+    a = analyses("glm-5.1")
+    (attention,) = operators(a, "sparse_attention")
+    k = attention.attributes["top_k"]
+    for work in (attention.flops, attention.backward.flops):
+        assert work.at(k) == 4 * work.at(k // 2)  # below k all keys are selected
+        assert work.at(8 * k) == 8 * work.at(k)
+    (indexer,) = operators(a, "indexer")
+    assert indexer.flops.at(8 * k) == 64 * indexer.flops.at(k)  # it scores all pairs
+    assert indexer.backward.flops == Work()  # under no_grad
+
+
+def test_sliding_attention_is_linear_beyond_its_window(analyses):
+    found = operators(analyses("gpt-oss-20b"), "scaled_dot_product_attention")
+    (sliding,) = [o for o in found if "window" in o.attributes]
+    w = sliding.attributes["window"]
+    assert w == 128
+    for work in (sliding.flops, sliding.backward.flops):
+        assert work.at(w) == 4 * work.at(w // 2)
+        assert work.at(64 * w) == 64 * work.at(w)
+
+
+# ---------------------------------------------------------------------------- formulas and torch
+
+
+@pytest.mark.parametrize(("key", "value"), [(128, 128), (192, 128)])
+def test_attention_is_priced_as_torch_prices_its_fused_kernels(key, value):
+    q, k, v = (1, 8, 96, key), (1, 8, 96, key), (1, 8, 96, value)
+    call = mixed("scaled_dot_product_attention", heads=8, kv_heads=2, key_dim=key, value_dim=value)
+    assert call.forward.flops.at(96) == sdpa_flop_count(q, k, v)
+    grad = (1, 8, 96, value)
+    assert call.backward.flops.at(96) == sdpa_backward_flop_count(grad, q, k, v)
+
+
+def test_grouped_keys_cost_flops_by_heads_and_bytes_by_key_heads():
+    shape = {"heads": 32, "key_dim": 128, "value_dim": 128}
+    many = mixed("scaled_dot_product_attention", kv_heads=32, **shape)
+    few = mixed("scaled_dot_product_attention", kv_heads=4, **shape)
+    assert few.forward.flops == many.forward.flops
+    assert many.saved.at(1) - few.saved.at(1) == 2 * 28 * (128 + 128)
+    # q, k, v and o in bfloat16, and a float32 log-sum-exp a head.
+    assert few.saved.at(1) == 2 * (32 * 128 + 4 * 256 + 32 * 128) + 4 * 32
+
+
+def counted(function, *inputs: torch.Tensor) -> tuple[int, int]:
+    """FLOPs of a forward and of its backward to all inputs, by torch's counter."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    with FlopCounterMode(display=False) as counter:
+        out = function(*leaves)
+        forward = counter.get_total_flops()
+        torch.autograd.backward(out, [torch.ones_like(x) for x in out])
+    return forward, counter.get_total_flops() - forward
+
+
+def wy(k, v, beta, s):
+    """[C, K], [C, V], [C, 1], [K, V] -> values that the state lacks, and the inverse's products."""
+    system = torch.eye(len(k)) + (beta * k @ k.T).tril(-1)
+    inverse = torch.linalg.inv(system)
+    return inverse @ (beta * v) - (inverse @ (beta * k)) @ s
+
+
+def test_delta_rule_is_priced_as_its_chunked_form_multiplies():
+    c, key, value = CHUNK, 24, 40
+    q, k = torch.randn(2, c, key)
+    v, beta, s = torch.randn(c, value), torch.rand(c, 1), torch.randn(key, value)
+
+    def chunk(q, k, v, beta, s):
+        new = wy(k, v, beta, s)
+        return q @ s + (q @ k.T).tril() @ new, s + k.T @ new
+
+    forward, backward = counted(chunk, q, k, v, beta, s)
+    # The kernel keeps its inputs: before the gradients it makes the state and both squares again.
+    again, _ = counted(
+        lambda q, k, v, beta, s: ((q @ k.T).tril(), s + k.T @ wy(k, v, beta, s)), q, k, v, beta, s
+    )
+    heads = {"heads": 1, "value_heads": 1, "key_dim": key, "value_dim": value}
+    for operator, gate in (("kda", "per_channel"), ("gated_delta_rule", "per_head")):
+        call = mixed(operator, gate=gate, **heads)
+        assert call.forward.flops.at(c) == forward
+        assert call.backward.flops.at(c) == backward + again
+
+
+@pytest.mark.parametrize("operator", ["lightning_attention", "ssd"])
+def test_linear_attention_is_priced_as_its_chunked_form_multiplies(operator):
+    c, heads, groups, key, value = 32, 6, 6 if operator == "lightning_attention" else 2, 24, 40
+    q, k = torch.randn(2, groups, c, key)
+    v, s = torch.randn(heads, c, value), torch.randn(heads, key, value)
+
+    def square(q, k):
+        return (q @ k.mT).tril()
+
+    def state(k, v, s):
+        return s + k.repeat_interleave(heads // groups, 0).mT @ v
+
+    def chunk(q, k, v, s):
+        inside = square(q, k).repeat_interleave(heads // groups, 0) @ v
+        return inside + q.repeat_interleave(heads // groups, 0) @ s, state(k, v, s)
+
+    forward, backward = counted(chunk, q, k, v, s)
+    again = counted(lambda q, k, v, s: (square(q, k), state(k, v, s)), q, k, v, s)[0]
+    shape = {"heads": heads, "key_dim": key, "value_dim": value, "chunk_size": c}
+    call = mixed(operator, groups=groups, **shape)
+    assert call.forward.flops.at(c) == forward
+    assert call.backward.flops.at(c) == backward + again
+
+
+def test_hyper_connections_are_priced_as_their_code_multiplies():
+    from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
+
+    from analyzers.costs import residual_site
+
+    config = DeepseekV4Config(hidden_size=96, hc_mult=4)
+    module = DeepseekV4HyperConnection(config)
+    nn.init.normal_(module.fn).requires_grad_(False)
+    nn.init.zeros_(module.base).requires_grad_(False)
+    nn.init.ones_(module.scale).requires_grad_(False)
+
+    def site(streams, attended):
+        post, comb, collapsed = module(streams)
+        return post.unsqueeze(-1) * attended.unsqueeze(-2) + comb.mT @ streams, collapsed
+
+    tokens = 5
+    forward, backward = counted(site, torch.randn(1, tokens, 4, 96), torch.randn(1, tokens, 96))
+    call = residual_site("attn_hc", module, "other", [0], config)
+    assert call.forward.flops.at(tokens) == forward
+    assert call.backward.flops.at(tokens) == backward
+
+
+def operators_of_mixers() -> set[str]:
+    """Every operator that code here gives a Mixer: its second argument, by value or by name."""
+    found: set[str] = set()
+    for path in (ROOT / "analyzers").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        strings: dict[str, set[str]] = {}  # that a name may stand for
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign):
+                names, values = node.targets, [node.value] * len(node.targets)
+                if isinstance(names[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    names, values = names[0].elts, node.value.elts
+                for name, value in zip(names, values, strict=True):
+                    strings.setdefault(getattr(name, "id", ""), set()).update(literals(value))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Mixer":
+                named = [k.value for k in node.keywords if k.arg == "operator"]
+                operator = named[0] if named else node.args[1]
+                found |= literals(operator) | strings.get(getattr(operator, "id", ""), set())
+    return found
+
+
+def literals(node: ast.AST) -> set[str]:
+    """Strings that an expression may be: a constant, or either side of a choice."""
+    if isinstance(node, ast.IfExp):
+        return literals(node.body) | literals(node.orelse)
+    return {node.value} if isinstance(node, ast.Constant) and isinstance(node.value, str) else set()
+
+
+def test_every_operator_that_is_recognised_has_a_formula():
+    made = operators_of_mixers()
+    assert made >= {"kda", "gated_delta_rule", "ssd", "sparse_attention", "other_mixer"}
+    assert made <= FORMULAS.keys() | NO_FORMULA
+
+
+# -------------------------------------------------------------------------------- single figures
+
+
+@pytest.mark.parametrize(
+    ("name", "latent", "hidden", "inner", "matrices"),
+    [
+        ("kimi-k3", 3584, 7168, 3072, 3),
+        ("nemotron-3-super-120b-a12b-fp8", 1024, 4096, 2688, 2),  # relu2 without a gate
+        ("deepseek-v3", 7168, 7168, 2048, 3),
+    ],
+)
+def test_experts_are_priced_at_their_own_width(analyses, name, latent, hidden, inner, matrices):
+    # Three shipped planners price latent experts on the hidden width: twice to four times too much.
+    a = analyses(name)
+    (experts,) = operators(a, "experts")
+    visits = experts.count * experts.attributes["top_k"]
+    assert experts.flops == Work(per_token=visits * matrices * 2 * latent * inner)
+    assert experts.backward.flops == experts.flops
+    assert experts.adapter.width == visits * ((latent + (matrices - 1) * inner) + (inner + latent))
+    assert experts.adapter.matrices == visits * 2  # gate and up are one matrix
+    assert experts.saved_bytes == Work(per_token=visits * 2 * (matrices - 1) * inner)
+    assert experts.adapter.saved_bytes == Work(per_token=visits * 2 * (latent + inner))
+    (router,) = operators(a, "router")
+    assert router.flops == Work(per_token=router.count * 2 * hidden * a.experts.count)
+    assert router.backward.flops == router.flops
+    assert router.adapter is None
+
+
+def test_choices_of_experts_that_compute_nothing_are_not_priced(analyses):
+    (experts,) = operators(analyses("longcat-flash"), "experts")
+    a = experts.attributes
+    matrices = 3 * 2 * a["hidden_size"] * a["intermediate_size"]
+    # 512 of the 768 choices are experts; the rest hands its input on.
+    assert experts.flops.per_token == pytest.approx(experts.count * 12 * 512 / 768 * matrices)
+
+
+def test_frozen_linear_keeps_nothing_and_an_adapted_one_its_input(analyses):
+    a = analyses("qwen3-next-80b-a3b")
+    linears = operators(a, "linear")
+    for o in linears:
+        i, out = o.attributes["in_features"], o.attributes["out_features"]
+        assert o.flops == o.backward.flops == Work(per_token=o.count * 2 * i * out)
+        assert o.saved_bytes == Work()
+        assert o.adapter.width == o.count * (i + out)
+        assert o.backward.bytes_written == Work(per_token=o.count * 2 * i)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "kept"),
+    [
+        # Input of the block, of q_b, of kv_b; gated output of o: 7168, 1536, 512, 96 * 128.
+        ("kimi-k3", "mla", 2 * (7168 + 1536 + 512 + 12288)),
+        # Input of the block, of f_b and the normalised, gated output.
+        ("kimi-k3", "kda", 2 * (7168 + 128 + 12288)),
+        # q, k and v read one tensor; the output of attention is kept by attention itself.
+        ("gpt-oss-20b", "full_attention", 2 * 2880),
+        # The gate after attention makes a new tensor.
+        ("qwen3-next-80b-a3b", "full_attention", 2 * (2048 + 16 * 256)),
+    ],
+)
+def test_adapted_projections_that_read_one_tensor_keep_it_once(analyses, name, part, kept):
+    block = next(b for b in analyses(name).blocks if b.mixer == part)
+    mixer = next(p for p in block.parts if p.name == "mixer")
+    assert mixer.adapted_saved_bytes == Work(per_token=kept)
+
+
+def test_linears_of_the_indexer_are_forward_alone(analyses):
+    (block, *_) = [b for b in analyses("glm-5.1").blocks if b.mixer == "sparse_topk"]
+    mixer = next(p for p in block.parts if p.name == "mixer")
+    indexer = sum(
+        2 * x.in_features * x.out_features for x in block.linears if ".indexer." in x.name
+    )
+    assert indexer > 0
+    assert mixer.flops.per_token - mixer.backward.flops.per_token == indexer
+
+
+def test_attention_residuals_read_as_many_block_starts_as_the_config_makes(tmp_path):
+    data = json.loads((ROOT / "examples/models/tiny-kimi-k3/config.json").read_text())
+    layers, hidden = 8, 128
+    for block in (2, 4, 8):
+        data["text_config"]["attn_res_block_size"] = block
+        (tmp_path / "config.json").write_text(json.dumps(data))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("analyzers.analysis._traced", untraced)
+            found = operators(analyze(tmp_path), "attention_residual")
+        # Before the mixer: the starts so far and, but in the first layer of a block, the sum.
+        read = sum(i // block + 1 + (i % block > 0) for i in range(layers))
+        read += sum(i // block + 2 for i in range(layers))  # before the feed-forward
+        read += layers // block + 1  # after the last layer
+        assert sum(o.count for o in found) == 2 * layers + 1
+        moved = sum(o.bytes.at(1) - o.bytes_written.at(1) for o in found)
+        assert moved == pytest.approx(2 * hidden * read)
+
+
+def test_written_bytes_are_a_share_of_all_bytes(analyses):
+    for name in ("kimi-k3", "glm-5.1", "nemotron-3-super-120b-a12b-fp8", "deepseek-v4-flash"):
+        for o in analyses(name).operators:
+            assert 0 < o.bytes_written.at(512) < o.bytes.at(512)
+            assert o.backward.bytes_written.at(512) <= o.backward.bytes.at(512)
+            if o.backward.flops.at(512):
+                assert 0 < o.backward.bytes_written.at(512) < o.backward.bytes.at(512)
+
+
+def test_elementwise_operators_have_bytes_and_no_flops(analyses):
+    a = analyses("kimi-k3")
+    for o in operators(a, "rms_norm", "gated_rms_norm", "gated_activation", "attention_residual"):
+        assert o.flops == o.backward.flops == Work()
+        assert o.saved_bytes.at(1) > 0
+    convolutions = operators(a, "short_convolution")
+    assert sum(o.flops.at(1) for o in convolutions) == 69 * 2 * 4 * 3 * 12288
+
+
+def test_short_convolution_of_torch_is_counted_as_priced():
+    from analyzers.costs.linear import short_convolution
+
+    module = nn.Conv1d(48, 48, 4, groups=48, bias=False).requires_grad_(False)
+    forward, backward = counted(lambda x: (F.conv1d(x, module.weight, groups=48),), _padded(16))
+    call = short_convolution(module, "mixer")
+    assert call.forward.flops.at(16) == forward
+    assert call.backward.flops.at(16) == pytest.approx(backward, rel=0.25)
+
+
+def _padded(tokens: int) -> torch.Tensor:
+    return torch.randn(1, 48, tokens + 3)
