@@ -9,6 +9,7 @@ from packaging.version import Version
 
 from analyzers.backends import Backend
 from analyzers.schema import ModelAnalysis, Operator
+from analyzers.support import ask
 from codegen.family import load_specs
 from codegen.schema import Decision, OperatorChoice, OperatorMap
 
@@ -42,11 +43,11 @@ def _choose(operator: Operator, backend: Backend) -> OperatorChoice:
             site=operator.site,
         )
 
-    entry = f"analyzers/backends/{backend.name}.yaml: native.{operator.name}"
-    if operator.name in backend.native:
-        served = backend.native[operator.name]
+    answer = ask(operator.name, backend)
+    if answer.native:
+        served = backend.native.get(operator.name, "torch")
         provider = "transformers" if "transformers" in served else "torch"
-        return choice("native", provider, f"{backend.title} serves it with {served}", entry)
+        return choice("native", provider, f"{backend.title} serves it with {served}", answer.how)
     refused = ""
     if operator.name in FLA:
         fault, evidence = _fla_fault(operator.name, backend)
@@ -68,7 +69,8 @@ def _choose(operator: Operator, backend: Backend) -> OperatorChoice:
         where = f"{operator.site.module_class} calls {operator.site.function}"
         reason = f"transformers' own torch code runs on any device{refused}"
         return choice("native", "transformers", reason, where)
-    return choice("unsupported", "none", f"nothing serves it on {backend.title}{refused}", entry)
+    reason = f"nothing serves it on {backend.title}{refused}"
+    return choice("unsupported", "none", reason, answer.how)
 
 
 def _fla_fault(name: str, backend: Backend) -> tuple[str, str]:
