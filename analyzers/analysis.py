@@ -14,7 +14,7 @@ from analyzers import costs, models, tally
 from analyzers.checkpoint import CheckpointFolder, open_checkpoint
 from analyzers.costs import Call
 from analyzers.errors import InputError
-from analyzers.formats import Logical, logical_tensors, quantization_of
+from analyzers.formats import Logical, Stored, quantization_of, stored_weights
 from analyzers.graph import BlockGraph, trace_blocks
 from analyzers.headers import GenericConfig, infer_model
 from analyzers.outer import (
@@ -39,7 +39,7 @@ from analyzers.schema import (
     Tower,
 )
 from analyzers.structure import Kind, kinds
-from analyzers.weights import check_weights
+from analyzers.weights import check_weights, refusal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -64,13 +64,19 @@ def analyze(
     config = models.find_config(folder, trust_remote_code=trust_remote_code)
     checkpoint = open_checkpoint(folder)
     say(f"config: {config.model_type}; {_weights(checkpoint)}")
+    data = models.read_config(folder)
+    weights = stored_weights(checkpoint, quantization_of(data)) if checkpoint else Stored()
     inferred = infer_model(config, checkpoint) if isinstance(config, GenericConfig) else None
     if inferred is not None:
         model, notes = cast("PreTrainedModel", inferred), inferred.notes
+        if weights.faults:
+            raise refusal(folder, weights.faults)
+        differences = []
     else:
         # Tracing changes the model's config; the caller's stays as it is.
         model = models.build_on_meta(copy.deepcopy(cast("PreTrainedConfig", config)))
-        notes = check_weights(model, checkpoint) if checkpoint else []
+        notes = []
+        differences = check_weights(model, checkpoint, weights, data) if checkpoint else []
     for size in ("hidden_size", "vocab_size"):
         if not isinstance(getattr(model.config.get_text_config(), size, None), int):
             fix = "only decoder language models are analysed"
@@ -82,8 +88,7 @@ def analyze(
     calls = [costs.block_calls(kind, text) for kind in layer_kinds]
     outside = outer_calls(model)
     outer = tally.parts(outer_counts(model), outside)
-    data = models.read_config(folder)
-    stored = logical_tensors(checkpoint, quantization_of(data)) if checkpoint else {}
+    stored = weights.tensors
     beside = towers(model, data, {name: t.shape for name, t in stored.items()})
     further = multi_token(model, layer_kinds, {name: t.shape for name, t in stored.items()})
     tied = tied_weights(model)
@@ -113,7 +118,11 @@ def analyze(
         parameters=parameters,
         checkpoint=checkpoint
         and Checkpoint(
-            bytes=checkpoint.nbytes, formats=checkpoint.formats, shards=len(checkpoint.shards)
+            bytes=checkpoint.nbytes,
+            formats=checkpoint.formats,
+            shards=len(checkpoint.shards),
+            packed=weights.packed,
+            differences=differences,
         ),
         layers=_layers(layer_kinds),
         blocks=[

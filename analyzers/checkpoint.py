@@ -173,10 +173,10 @@ _AGAIN = "download or save the file again"
 
 
 def _damaged(where: Path, field: str, fault: str) -> InputError:
-    return InputError(where, field=_shown(field), fault=fault, fix=_AGAIN)
+    return InputError(where, field=shown(field), fault=fault, fix=_AGAIN)
 
 
-def _shown(name: str) -> str:
+def shown(name: str) -> str:
     """A name from a file as it may stand in a message: one line, printable, not too long."""
     return (name if name.isprintable() else ascii(name))[:120]
 
@@ -246,9 +246,7 @@ def _open_sharded(folder: Path) -> CheckpointFolder:
                 _inside(folder, file, where=index, field=f"weight_map.{name}")
             )
         if name not in shards[file]:
-            raise _damaged(
-                index, f"weight_map.{name}", f"{_shown(file)} has no tensor of that name"
-            )
+            raise _damaged(index, f"weight_map.{name}", f"{shown(file)} has no tensor of that name")
         tensors[name] = shards[file][name]
     return CheckpointFolder(folder, tensors, tuple(folder / file for file in sorted(shards)))
 
@@ -261,23 +259,23 @@ def _inside(folder: Path, name: str, *, where: Path, field: str | None = None) -
     """`folder / name` when that is a plain file in the folder itself, also after symbolic links."""
 
     def refuse(fault: str, fix: str) -> InputError:
-        return InputError(where, field=_shown(field) if field else None, fault=fault, fix=fix)
+        return InputError(where, field=shown(field) if field else None, fault=fault, fix=fix)
 
     plain = name and name not in (".", "..") and not any(c in name for c in "/\\\0")
     if not plain:
-        raise refuse(f"'{_shown(name)}' leaves the folder", "name a file of the folder itself")
+        raise refuse(f"'{shown(name)}' leaves the folder", "name a file of the folder itself")
     if not name.endswith((".safetensors", ".json")):
-        raise refuse(f"'{_shown(name)}' is not a safetensors file", "convert the weights")
+        raise refuse(f"'{shown(name)}' is not a safetensors file", "convert the weights")
     path = folder / name
     try:
         resolved = path.resolve(strict=True)
     except (OSError, RuntimeError, ValueError) as e:  # missing, a loop of links, not encodable
-        raise refuse(f"{_shown(name)} is missing", "download it again") from e
+        raise refuse(f"{shown(name)} is missing", "download it again") from e
     if resolved.parent != folder.resolve():
-        fault = f"{_shown(name)} is a link out of the folder"
+        fault = f"{shown(name)} is a link out of the folder"
         raise refuse(fault, "replace the link by the file itself")
     if not resolved.is_file():
-        raise refuse(f"{_shown(name)} is not a file", "download it again")
+        raise refuse(f"{shown(name)} is not a file", "download it again")
     return path
 
 
@@ -289,7 +287,7 @@ def _refuse_other_formats(folder: Path) -> None:
         return sorted(found - NOT_WEIGHTS)
 
     if shards := named("*.safetensors"):
-        fault = f"has {_shown(shards[0])} but neither {SINGLE} nor {INDEX}"
+        fault = f"has {shown(shards[0])} but neither {SINGLE} nor {INDEX}"
         raise InputError(folder, fault=fault, fix=f"download {INDEX} too")
     if pickles := named(*PICKLES):
         raise InputError(

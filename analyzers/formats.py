@@ -39,6 +39,7 @@ PLAIN = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
 FLOATS = ("BF16", "F16", "F32")
 FLOAT8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 EXPONENTS = ("U8", "F8_E8M0")  # scales that are powers of two
+READ_METHODS = ("fp8", "mxfp4", "compressed-tensors", "modelopt", "fbgemm_fp8", "quark")
 CODES = frozenset((*FLOAT8, "U8", "I8"))
 
 SCALES = ("_scale", "_scale_inv", "_scales")

@@ -35,12 +35,17 @@ def configured_format(
     if quantization is None:
         return plain
     names = [f"{experts}.0.down_proj", f"{experts}.0.w2", f"{experts}.down_proj", experts]
-    patterns = [p for key in IGNORED for p in quantization.get(key) or () if isinstance(p, str)]
-    if any(_matches(pattern, name) for pattern in patterns for name in names):
+    if any(is_kept_plain(quantization, name) for name in names):
         return plain
     if expert_dtype == "fp4":
         return "mxfp4"
     return _format(quantization) or plain
+
+
+def is_kept_plain(quantization: Mapping[str, Any], module: str) -> bool:
+    """Whether a `quantization_config` leaves the weight of the module at this path unpacked."""
+    patterns = [p for key in IGNORED for p in quantization.get(key) or () if isinstance(p, str)]
+    return any(_matches(pattern, module) for pattern in patterns)
 
 
 def _matches(pattern: str, name: str) -> bool:

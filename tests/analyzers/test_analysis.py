@@ -270,12 +270,6 @@ def test_tensor_that_the_index_forgot(tmp_path, forgotten, fault):
         analyze(folder)
 
 
-def test_large_checkpoint_is_compared_in_its_first_layers(monkeypatch):
-    monkeypatch.setattr("analyzers.weights.MAX_CHECKED", 10)
-    monkeypatch.setattr("analyzers.weights.FIRST_LAYERS", 3)
-    assert any("first 3 layers" in note for note in analyze(EXAMPLES / "tiny-kimi-linear").notes)
-
-
 @pytest.mark.parametrize(
     ("model_type", "mixers"),
     [
