@@ -14,8 +14,9 @@ import importlib.util
 import re
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,17 +66,17 @@ class Result:
 
     model_type: str
     architecture: str
-    signs: tuple[str, ...]
+    signs: list[str]
     level: str
     """Of fidelity; `failed` when there was no analysis."""
     reason: str
     """Why it was not traced; empty otherwise."""
-    mixers: tuple[str, ...] = ()
+    mixers: list[str] = field(default_factory=list)
     experts: str = ""
     """`count / top k`."""
     blocks: int = 0
     nodes: int = 0
-    dynamic: tuple[str, ...] = ()
+    dynamic: list[str] = field(default_factory=list)
     seconds: float = 0.0
     """Of the whole analysis, which is nearly all export."""
 
@@ -181,7 +182,7 @@ def failed(architecture: Architecture, fault: str, seconds: float) -> Result:
     return Result(
         model_type=architecture.model_type,
         architecture=architecture.name,
-        signs=architecture.signs,
+        signs=list(architecture.signs),
         level="failed",
         reason=" ".join(fault.split())[:300],
         seconds=seconds,
@@ -196,13 +197,62 @@ def _result(architecture: Architecture, analysis: ModelAnalysis, seconds: float)
     return Result(
         model_type=architecture.model_type,
         architecture=analysis.architecture,
-        signs=architecture.signs,
+        signs=list(architecture.signs),
         level=analysis.fidelity,
         reason="" if traced else analysis.fidelity_reason,
-        mixers=tuple(dict.fromkeys(block.mixer for block in analysis.blocks)),
+        mixers=list(dict.fromkeys(block.mixer for block in analysis.blocks)),
         experts=f"{experts.count} / {experts.top_k}" if experts else "",
         blocks=len(analysis.blocks),
         nodes=sum(len(graph.nodes) for graph in graphs),
-        dynamic=tuple(dynamic),
+        dynamic=dynamic,
         seconds=seconds,
     )
+
+
+# ------------------------------------------------------------------------------------------ page
+
+
+def render(results: list[Result], excluded: list[Excluded], setting: str) -> str:
+    """The results as a page: a summary, what failed, and a row an architecture."""
+    levels = Counter(result.level for result in results)
+    summary = ", ".join(f"{count} {level}" for level, count in levels.most_common())
+    share = levels["traced"] / max(1, len(results))
+    lines = [
+        "# Coverage",
+        "",
+        "Made by `python benchmarks/coverage.py --write-docs`; do not edit.",
+        "",
+        f"**{len(results)} architectures: {summary} ({share:.1%} traced).** {setting}.",
+        "",
+        "Every transformers architecture with routed experts or a linear, state-space or sparse",
+        "mixer: found by the identifiers in its modelling code (`analyzers/coverage.py`), analysed",
+        "in a tiny form of its default config (`analyzers/tiny.py`), without weights. Seconds are",
+        "those of the whole analysis, nearly all of it export. A layer that was traced has a graph",
+        "with every call in it; `structural` means counted from modules.",
+        "",
+        "| architecture | model type | level | mixers | experts / top k | blocks | nodes |"
+        " dynamic | seconds |",
+        "|---|---|---|---|---|--:|--:|---|--:|",
+    ]
+    lines += [_row(result) for result in results]
+    untraced = [result for result in results if result.reason]
+    lines += ["", "## Not traced", ""]
+    lines += [f"- {r.architecture} ({r.level}): {r.reason}" for r in untraced] or ["None."]
+    lines += ["", "## Not listed by themselves", "", "| model type | why |", "|---|---|"]
+    lines += [f"| {e.model_type} | {e.reason} |" for e in excluded]
+    return "\n".join(lines) + "\n"
+
+
+def _row(result: Result) -> str:
+    cells = [
+        result.architecture,
+        result.model_type,
+        result.level,
+        ", ".join(result.mixers),
+        result.experts,
+        str(result.blocks),
+        str(result.nodes),
+        ", ".join(result.dynamic),
+        f"{result.seconds:.1f}",
+    ]
+    return f"| {' | '.join(cells)} |"
