@@ -16,8 +16,10 @@ def linear(module: nn.Linear, part: PartName, *, keeps_input: bool = True) -> Ca
     """2 * in * out FLOPs a token, and as many backward.
 
     `keeps_input`: False when something else keeps the tensor that an adapter on it has to keep.
+    A block-diagonal one, which counts its input by group, takes no adapter: a product of two thin
+    matrices is not block-diagonal.
     """
-    groups = getattr(module, "n_groups", 1)  # a block-diagonal one names its input a group
+    groups = getattr(module, "n_groups", 1)
     i, o = module.in_features * groups, module.out_features
     flops = a_token(2 * module.weight.numel())
     read, written = ACTIVATION * i, ACTIVATION * o
@@ -27,7 +29,7 @@ def linear(module: nn.Linear, part: PartName, *, keeps_input: bool = True) -> Ca
         part=part,
         forward=one_way(flops, read=read, written=written),
         backward=one_way(flops, read=written, written=read),
-        adapter=AdapterWork(width=i + o, matrices=1, saved_bytes=saved),
+        adapter=AdapterWork(width=i + o, matrices=1, saved_bytes=saved) if groups == 1 else None,
         parameters=sum(p.numel() for p in module.parameters()),
         attributes={"in_features": module.in_features, "out_features": o},
     )

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import (
 from analyzers import analyze
 from analyzers.models import load_config, model_class
 from analyzers.schema import ModelAnalysis, Operator, Work
+from analyzers.structure import decoder_layers
 
 BATCH, TOKENS, RANK, VOCAB, CHUNK = 2, 128, 8, 328, 64
 
@@ -104,12 +105,55 @@ MODELS = {
         "layer_types": ["sliding_attention", "full_attention"],
         "num_local_experts": 8,
     },
+    "deepseek_v4": {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "q_lora_rank": 40,
+        "o_groups": 2,
+        "o_lora_rank": 24,
+        "qk_rope_head_dim": 16,
+        "sliding_window": 32,
+        "layer_types": [
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+        ],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 32},
+        "index_topk": 16,
+        "index_head_dim": 32,
+        "index_n_heads": 4,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "hc_mult": 4,
+    },
+    "glm5_next": {
+        "text_config": BASE
+        | LATENT
+        | {
+            "qk_rope_head_dim": 0,
+            "v_head_dim": 32,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_head_dim": 32,
+            "linear_num_heads": 4,
+            "n_routed_experts": 8,
+            "index_topk": 64,
+            "index_head_dim": 32,
+            "index_n_heads": 4,
+            "index_kpool": 16,
+            "hc_mult": 4,
+        },
+        "vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64},
+    },
     "lfm2_moe": {
         "num_experts": 8,
         "num_dense_layers": 1,
         "layer_types": ["conv", "full_attention"],
     },
 }
+
+
+EAGER = {"gpt_oss", "deepseek_v4"}  # have no other attention
 
 
 class LowRank(TorchFunctionMode):
@@ -119,7 +163,7 @@ class LowRank(TorchFunctionMode):
         super().__init__()
         self.adapters: dict[int, tuple[nn.Parameter, torch.Tensor, torch.Tensor]] = {}
         model.requires_grad_(False)
-        for name, module in model.model.layers.named_modules():
+        for name, module in decoder_layers(model)[1].named_modules():
             # Not adapted: routers, and the indexer, which runs without gradient.
             if "indexer" in name or name.endswith((".gate", ".router")):
                 continue
@@ -173,7 +217,8 @@ class Run:
 def run(request, tmp_path_factory) -> Run:
     name = request.param
     folder = tmp_path_factory.mktemp(name)
-    config = {"model_type": name} | (MODELS[name] if name == "kimi_k3" else BASE | MODELS[name])
+    config = {"model_type": name} | MODELS[name]
+    config = config if "text_config" in config else BASE | config
     (folder / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
     loaded = load_config(folder)
@@ -183,11 +228,11 @@ def run(request, tmp_path_factory) -> Run:
         loaded,
         dtype=torch.float32,
         experts_implementation="eager",
-        attn_implementation="eager" if name == "gpt_oss" else "sdpa",
+        attn_implementation="eager" if name in EAGER else "sdpa",
     ).train()
     model.enable_input_require_grads()
     tokens = torch.randint(2, VOCAB, (BATCH, TOKENS))
-    backend = SDPBackend.MATH if name == "gpt_oss" else SDPBackend.FLASH_ATTENTION
+    backend = SDPBackend.MATH if name in EAGER else SDPBackend.FLASH_ATTENTION
     with sdpa_kernel(backend), FlopCounterMode(display=False, custom_mapping=FUSED) as counter:
         with LowRank(model):
             loss = model(input_ids=tokens, use_cache=False).logits.sum()
@@ -228,7 +273,10 @@ def as_the_reference_runs(o: Operator, eager: bool) -> tuple[float, float]:
         return o.count * TOKENS * heads * forward, o.count * TOKENS * heads * backward
     # Windows and selected keys are a mask over the full square.
     forward, backward = (full_squares(w).at(TOKENS) for w in (o.flops, o.backward.flops))
-    if eager and o.name == "scaled_dot_product_attention":
+    if o.name == "compressed_attention":  # and over all compressed keys
+        pairs = TOKENS * (TOKENS + TOKENS // a["compress_rate"])
+        forward = o.count * pairs * 2 * a["heads"] * (a["key_dim"] + a["value_dim"])
+    if eager and o.name.endswith("attention"):
         backward = 2 * forward  # it keeps the probabilities, which fused attention computes again
     return forward, backward
 
@@ -239,7 +287,7 @@ def full_squares(work: Work) -> Work:
 
 
 def test_flops_of_a_lora_step_are_those_that_torch_counts(run):
-    parts = [as_the_reference_runs(o, run.name == "gpt_oss") for o in run.analysis.operators]
+    parts = [as_the_reference_runs(o, run.name in EAGER) for o in run.analysis.operators]
     adapted = [o for o in run.analysis.operators if o.attributes.get("out_features") != VOCAB]
     width = sum(o.adapter.width for o in adapted if o.adapter)
     forward = BATCH * (sum(f for f, _ in parts) + TOKENS * 2 * RANK * width)
