@@ -218,7 +218,8 @@ def _block(kind: Kind, calls: list[Call], graph: BlockGraph | None) -> Block:
             part=kind.part(path),
         )
         for path, module in kind.module.named_modules()
-        if isinstance(module, nn.Linear)
+        # An indexer chooses keys and gets no gradient, so an adapter on it would learn nothing.
+        if isinstance(module, nn.Linear) and ".indexer." not in path
     ]
     parts = tally.parts(count, calls)
     if graph and graph.saved is not None and graph.adapted_saved is not None:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from analyzers.models.kimi_k3 import attention, register
+from analyzers.models.kimi_k3 import attention, register, residual
 from analyzers.models.kimi_k3 import modeling_kimi_k3 as modeling
 from analyzers.models.kimi_k3.configuration_kimi_k3 import KimiK3Config
 from analyzers.models.kimi_k3.mxfp4 import pack_mxfp4, unpack_mxfp4
@@ -111,9 +111,9 @@ def test_attention_residual_is_a_softmax_over_normalised_values():
     ]
     shares = torch.stack(scores).softmax(0)
     mixed = sum(s.unsqueeze(-1) * v for s, v in zip(shares, values, strict=True))
-    ours = modeling.block_attention_residual(running, bank, norm, proj, 1e-5)
+    ours = residual.block_attention_residual(running, bank, norm, proj, 1e-5)
     torch.testing.assert_close(ours, mixed)
-    alone = modeling.block_attention_residual(None, bank[:, :, :1], norm, proj, 1e-5)
+    alone = residual.block_attention_residual(None, bank[:, :, :1], norm, proj, 1e-5)
     torch.testing.assert_close(alone, bank[:, :, 0])
 
 

@@ -35,6 +35,7 @@ from analyzers.models.kimi_k3.attention import (
     KimiK3ForgetGate,
 )
 from analyzers.models.kimi_k3.configuration_kimi_k3 import KimiK3TextConfig
+from analyzers.models.kimi_k3.residual import KimiK3AttentionResidual
 
 logger = logging.get_logger(__name__)
 
@@ -51,41 +52,6 @@ def situ_glu(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: flo
     dtype, gate, up = gate.dtype, gate.float(), up.float()
     gate = beta * torch.tanh(gate / beta) * torch.sigmoid(gate)
     return (gate * linear_beta * torch.tanh(up / linear_beta)).to(dtype)
-
-
-def block_attention_residual(
-    hidden_states: torch.Tensor | None,
-    bank: torch.Tensor,
-    norm_weight: torch.Tensor,
-    proj_weight: torch.Tensor,
-    eps: float,
-) -> torch.Tensor:
-    """`sum_j softmax_j(w . RMSNorm(v_j)) v_j` over the block starts and the running sum, in float32.
-
-    `hidden_states` [B, T, D] is the running sum of the block (None at its start), `bank` [B, T, M, D]
-    the starts of the blocks so far, `norm_weight` [D], `proj_weight` [1, D]. Returns [B, T, D].
-    """
-    if hidden_states is not None:
-        bank = torch.cat([bank, hidden_states.unsqueeze(2)], dim=2)
-    values = bank.float()
-    scores = (values * (norm_weight.float() * proj_weight.float())).sum(-1)
-    scores = scores * torch.rsqrt(values.pow(2).mean(-1) + eps)
-    return (scores.softmax(-1).unsqueeze(-1) * values).sum(2).to(bank.dtype)
-
-
-class KimiK3AttentionResidual(nn.Module):
-    """One site of the block attention residuals: `norm_weight` [D], `proj_weight` [1, D]."""
-
-    def __init__(self, config: KimiK3TextConfig):
-        super().__init__()
-        self.norm_weight = nn.Parameter(torch.ones(config.hidden_size))
-        self.proj_weight = nn.Parameter(torch.empty(1, config.hidden_size))
-        self.eps = config.rms_norm_eps
-
-    def forward(self, hidden_states: torch.Tensor | None, bank: torch.Tensor) -> torch.Tensor:
-        return block_attention_residual(
-            hidden_states, bank, self.norm_weight, self.proj_weight, self.eps
-        )
 
 
 class KimiK3MLP(nn.Module):
