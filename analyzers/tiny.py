@@ -187,7 +187,8 @@ def shrink(level: Level, least: int = LAYERS) -> Level:
         if name in _DROPPED:
             continue
         if _numbered(value):  # what single layers have otherwise
-            small[name] = {k: _fields(v, {**level, **v}) for k, v in value.items()}
+            usual = {"head_dim": level.get("head_dim")}  # what a width of one layer is measured by
+            small[name] = {k: _fields(v, {**level, **v, **usual}) for k, v in value.items()}
         elif isinstance(value, dict) and name.endswith("config") and value:
             small[name] = shrink(value, 1 if _TOWER.match(name) else least)
         else:
