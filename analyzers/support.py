@@ -27,6 +27,8 @@ FORMS = {
     "short_convolution": ("convolution", "silu"),
     "gated_activation": ("silu", "mul.Tensor"),
     "rotary": ("mul.Tensor", "neg", "cat", "add.Tensor"),
+    "l2_norm": ("mul.Tensor", "sum.dim_IntList", "rsqrt"),
+    "hyper_connection": ("mm", "sigmoid", "sum.dim_IntList", "div.Tensor"),
     "sparse_attention": ("_fused_sdp_choice", "scatter.value"),
     "indexer": ("bmm", "relu", "topk"),
     "attention_residual": ("mean.dim", "rsqrt", "_softmax", "sum.dim_IntList"),

@@ -35,6 +35,7 @@ ASSERTIONS = {
 DROPOUTS = {aten.dropout.default, aten.feature_dropout.default, aten.native_dropout.default}
 CASTS = {"to", "_to_copy", "type_as"}
 COPIES = {"clone", "contiguous"}
+SOFTPLUS = "aten.softplus"
 
 
 def canonicalise(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -52,6 +53,12 @@ def canonicalise(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 def operator(node: fx.Node) -> str:
     return node.meta.get("operator", str(node.target))
+
+
+def word(node: fx.Node) -> str:
+    """`mul` for `aten.mul.Tensor`, and the operator's name where it has one."""
+    name = operator(node)
+    return name.split(".")[1] if "." in name else name
 
 
 def packet(node: fx.Node) -> str:
@@ -77,7 +84,7 @@ def is_mutating(node: fx.Node) -> bool:
 
 def is_pointwise(node: fx.Node) -> bool:
     """Whether each element of the result depends on one element of each input; copies count."""
-    if operator(node) == "softplus":
+    if operator(node) == SOFTPLUS:
         return True
     name = packet(node)
     if not name or "." not in operator(node) or is_mutating(node):
@@ -208,20 +215,25 @@ def _has_weight(mul: fx.Node, normalised: fx.Node) -> bool:
 
 
 def merge_rotary(graph_module: fx.GraphModule) -> None:
-    """`x * cos + rotate_half(x) * sin`, and its complex form, become one `rotary` call."""
+    """`x * cos + rotate_half(x) * sin`, its form on halves and its complex form become one `rotary`
+    call."""
     groups = []
     for node in graph_module.graph.nodes:
-        members = _rotary_around(node) if packet(node) == "cat" else _complex_rotary(node)
+        members = _rotary_around(node) or _rotary_of_halves(node) or _complex_rotary(node)
         if members:
             groups.append((members, "rotary"))
     _outline(graph_module, groups)
 
 
+def _halves(cat: fx.Node) -> list[fx.Node]:
+    """The two calls that a `cat` joins; none where it joins anything else."""
+    parts = cat.args[0] if packet(cat) == "cat" else ()
+    parts = [p for p in parts if isinstance(p, fx.Node)] if isinstance(parts, list | tuple) else []
+    return parts if len(parts) == 2 else []
+
+
 def _rotary_around(cat: fx.Node) -> list[fx.Node] | None:
-    halves = cat.args[0]
-    if not isinstance(halves, list | tuple) or len(halves) != 2:
-        return None
-    negated, first = (n if isinstance(n, fx.Node) else None for n in halves)
+    negated, first = _halves(cat) or (None, None)
     second = _input(negated, view=True) if negated and packet(negated) == "neg" else None
     x = _input(second)
     sine = _only_reader(cat, "mul")
@@ -234,6 +246,20 @@ def _rotary_around(cat: fx.Node) -> list[fx.Node] | None:
     if x not in cosine.all_input_nodes or set(cosine.users) != {total}:
         return None
     return [first, second, negated, cat, sine, cosine, total]
+
+
+def _rotary_of_halves(cat: fx.Node) -> list[fx.Node] | None:
+    """`cat(a * cos - b * sin, b * cos + a * sin)` for the halves a and b of x."""
+    turned = _halves(cat)
+    if [packet(n) for n in turned] != ["sub", "add"]:
+        return None
+    products = [n for part in turned for n in part.all_input_nodes]
+    if [packet(n) for n in products] != ["mul"] * 4:
+        return None
+    a, b, also_b, also_a = (_input(n) for n in products)
+    if a is not also_a or b is not also_b or not a or not b or _input(a) is not _input(b):
+        return None
+    return [*products, *turned, cat] if is_layout(a) and is_layout(b) else None
 
 
 def _complex_rotary(real: fx.Node) -> list[fx.Node] | None:
@@ -254,7 +280,7 @@ def merge_softplus(graph_module: fx.GraphModule) -> None:
         if not (total and power) or total.args[1:] != (1,) or packet(logarithm) != "log":
             continue
         if packet(limit) == "gt" and _input(limit) is x and _input(power) is x:
-            groups.append(([limit, power, total, logarithm, node], "softplus"))
+            groups.append(([limit, power, total, logarithm, node], SOFTPLUS))
     _outline(graph_module, groups)
 
 
@@ -313,7 +339,7 @@ def _outline(graph_module: fx.GraphModule, groups: list[tuple[list[fx.Node], str
             continue
         ordered = topo_sort(list(members))
         meta = {"path": _module(ordered[-1]), "part": ordered[-1].meta.get("part", "other")}
-        target = f"{name}_{number}"
+        target = f"{name.replace('.', '_')}_{number}"
         inner, inputs, outputs = fuse_as_graphmodule(graph_module, ordered, target)
         values = [n.meta.get("val") for n in outputs]
         insert_subgm(graph_module, inner, inputs, outputs, ordered[-1])

@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import fx
 
-from analyzers.graph.passes import is_layout, is_mutating, is_pointwise, operator, packet, tensors
+from analyzers.graph.passes import is_layout, is_mutating, is_pointwise, operator, tensors, word
 from analyzers.schema import Graph, GraphNode, PartName, Region, Work
 
 Kind = Literal[
@@ -33,9 +33,14 @@ ATTENTION = {
     "sparse_attention",
     "kda",
     "gated_delta_rule",
+    "compressed_attention",
     "lightning_attention",
-    "gated_linear_attention",
+    "gla",
     "ssd",
+    "selective_scan",
+    "mlstm",
+    "rg_lru",
+    "wkv",
 }
 NORMS = {"rms_norm", "gated_rms_norm", "layer_norm"}
 MIXING = {"attention_residual", "hyper_connection"}
@@ -52,7 +57,8 @@ class Call:
     path: str
     part: PartName
     pointwise: bool
-    packet: str
+    word: str
+    """`mul` for every overload of it."""
     value: object
     position: int
     reads: list[tuple[Call, torch.Tensor]] = field(default_factory=list)
@@ -94,7 +100,7 @@ def calls_of(graph_module: fx.GraphModule) -> list[Call]:
             path=node.meta.get("path", ""),
             part=node.meta.get("part", "other"),
             pointwise=is_pointwise(node),
-            packet=packet(node),
+            word=word(node),
             value=value,
             position=len(calls),
             outside=outside,
@@ -114,9 +120,7 @@ def calls_of(graph_module: fx.GraphModule) -> list[Call]:
 
 def _unique(node: fx.Node, names: Counter[str]) -> str:
     """`self_attn.q_proj.linear`; a second one gets `_1`."""
-    word = packet(node) if "." in operator(node) else operator(node)
-    word = word or operator(node).rpartition(".")[0].rpartition(".")[2] or node.name
-    name = ".".join(filter(None, (node.meta.get("path", ""), word)))
+    name = ".".join(filter(None, (node.meta.get("path", ""), word(node))))
     names[name] += 1
     return name if names[name] == 1 else f"{name}_{names[name] - 1}"
 
@@ -186,7 +190,7 @@ class _Finder:
     def residuals(self) -> None:
         """Mixing of residual streams, or the addition to one, with the norm that reads it."""
         for call in self.calls:
-            adds = call.packet == "add" and _is_gate(call)
+            adds = call.word == "add" and _is_gate(call)
             if call.operator not in MIXING and not adds:
                 continue
             norm = next((r for r in call.readers if r.operator in NORMS), None)
@@ -199,7 +203,7 @@ class _Finder:
             if call.operator not in NORMS or len(call.readers) != 1 or call.escapes:
                 continue
             reader = call.readers[0]
-            if reader.packet == "mul" and _is_gate(reader):
+            if reader.word == "mul" and _is_gate(reader):
                 self.take("norm_gate", {call, reader})
 
     def norm_projections(self) -> None:
@@ -269,8 +273,8 @@ def _is_gated_activation(chain: set[Call]) -> bool:
     last = max(chain, key=lambda c: c.position)
     sources = {source for call in chain for source, _ in call.reads} - chain
     return (
-        any(c.packet in ACTIVATIONS for c in chain)
-        and any(c.packet == "mul" and _is_gate(c) for c in chain)
+        any(c.word in ACTIVATIONS for c in chain)
+        and any(c.word == "mul" and _is_gate(c) for c in chain)
         and bool(last.readers)
         and all(r.operator == "linear" for r in last.readers)
         and all(s.operator == "linear" for s in sources)
