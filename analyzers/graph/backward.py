@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from analyzers.graph.capture import LayerGraph, plain_name
 from analyzers.graph.saved import Runner, carries_gradient
@@ -19,7 +20,6 @@ VIEWS = {
     "as_strided",
     "detach",
     "expand",
-    "getitem",
     "permute",
     "select",
     "slice",
@@ -34,44 +34,33 @@ VIEWS = {
 
 
 def backward(graph: LayerGraph) -> fx.GraphModule:
-    """Forward and backward of the layer with low-rank adapters, weights frozen.
+    """The backward pass of the layer with low-rank adapters beside frozen weights.
 
-    Calls of the backward pass have `meta["backward"]`. Gradients are those of the adapters and of
-    what comes into the layer.
+    Gradients of the layer's results -> those of what comes into it and of the adapters; what the
+    forward pass has kept is in the graph as constants.
     """
     batch = 1 if "batch" in graph.dynamic else graph.batch
     inputs = graph.arguments(batch, graph.tokens)
-    wanted: list[Tensor] = []
-    for node, value in zip(graph.placeholders(), inputs, strict=True):
-        if carries_gradient(node, value):
-            wanted.append(value.requires_grad_(True))
+    pairs = zip(graph.placeholders(), inputs, strict=True)
+    wanted = [v.requires_grad_(True) for node, v in pairs if carries_gradient(node, v)]
     runner = _Adapted(graph)
     wanted += runner.factors
-    boundary: list[fx.Node] = []
+    results = [r for r in runner.run(*inputs) if isinstance(r, Tensor) and r.requires_grad]
 
-    def both(inputs: list[Any], wanted: list[Tensor]) -> list[Tensor | None]:
-        results = [r for r in runner.run(*inputs) if isinstance(r, Tensor) and r.requires_grad]
-        grads = [torch.empty_like(r) for r in results]
-        mode = get_proxy_mode()
-        assert mode is not None
-        boundary.append(next(reversed(mode.tracer.graph.nodes)))
-        return list(torch.autograd.grad(results, wanted, grads, allow_unused=True))
+    def gradients(given: list[Tensor]) -> list[Tensor | None]:
+        return list(torch.autograd.grad(results, wanted, given, allow_unused=True))
 
-    traced = make_fx(both, tracing_mode="real")(inputs, wanted)
-    after = False
-    for node in traced.graph.nodes:
-        node.meta["backward"] = after
-        after = after or node.name == boundary[0].name
+    traced = make_fx(gradients)([torch.empty_like(r) for r in results])
     traced.graph.eliminate_dead_code()
     return traced
 
 
 def count(traced: fx.GraphModule) -> Counter[str]:
-    """Calls of the backward pass by operator, views left out."""
+    """Calls by operator, views left out."""
     names = (
-        plain_name(str(n.target).replace("<built-in function getitem>", "getitem"))
+        plain_name(str(n.target))
         for n in traced.graph.nodes
-        if n.op == "call_function" and n.meta["backward"]
+        if n.op == "call_function" and n.target is not operator.getitem
     )
     return Counter(name for name in names if name not in VIEWS)
 

@@ -22,6 +22,7 @@ from torch.fx.node import map_arg
 
 from analyzers.graph.collapse import collapse
 from analyzers.graph.opaque import NAMESPACE, WHOLE, replaced
+from analyzers.models import float32_names, is_named
 from analyzers.structure import Kind, decoder_layers
 
 if TYPE_CHECKING:
@@ -107,13 +108,13 @@ def capture(model: PreTrainedModel, kinds: list[Kind]) -> Capture:
     owner = model.get_submodule(owner_path)
     _cut_down(owner, name, [kind.layers[0] for kind in kinds], len(layers))
     owner.eval()
+    _to_bfloat16(model)
     hidden = model.config.get_text_config().hidden_size
-    dtype = next(p.dtype for p in owner.parameters() if p.is_floating_point())
     decoder = _Decoder(owner)
     widths = {size for weight in owner.parameters() for size in weight.shape}
     tokens = next(p for p in PRIMES if not any(w % p == 0 for w in widths))
     with replaced(owner, kinds):
-        traced = _trace(decoder, hidden, dtype, tokens)
+        traced = _trace(decoder, hidden, tokens)
     block = getattr(owner.config, "attn_res_block_size", None)
     graphs = _split(traced, owner, name, kinds)
     for graph in graphs:
@@ -123,14 +124,27 @@ def capture(model: PreTrainedModel, kinds: list[Kind]) -> Capture:
 
 
 class _Decoder(nn.Module):
-    """[B, T, D] -> [B, T, D] through the cut-down decoder."""
+    """[B, T, D] or token ids [B, T] -> [B, T, D] through the cut-down decoder."""
 
     def __init__(self, owner: nn.Module) -> None:
         super().__init__()
         self.owner = owner
 
-    def forward(self, embedded: torch.Tensor) -> torch.Tensor:
-        return self.owner(inputs_embeds=embedded, use_cache=False).last_hidden_state
+    def forward(
+        self, inputs_embeds: torch.Tensor | None = None, input_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        given = (
+            {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
+        )
+        return self.owner(**given, use_cache=False).last_hidden_state
+
+
+def _to_bfloat16(model: PreTrainedModel) -> None:
+    """What is not float32 in a bfloat16 model becomes bfloat16, whatever the config names."""
+    kept = float32_names(model)
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point() and not any(is_named(part, name) for part in kept):
+            weight.data = weight.data.to(torch.bfloat16)
 
 
 def _cut_down(owner: Any, name: str, keep: list[int], count: int) -> None:
@@ -141,10 +155,10 @@ def _cut_down(owner: Any, name: str, keep: list[int], count: int) -> None:
     for key, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == count:
             setattr(config, key, [value[i] for i in keep])
-    for key in ("num_hidden_layers", "num_layers"):
-        if getattr(config, key, None) == count:
-            setattr(config, key, len(keep))
-    config.num_hidden_layers = len(keep)
+    # LongCat-Flash counts both: its `num_hidden_layers`, two a layer, sets the other as well.
+    counts = [key for key in ("num_hidden_layers", "num_layers") if hasattr(config, key)]
+    for key in counts:
+        setattr(config, key, len(keep))
 
 
 # ----------------------------------------------------------------------------------------- tracing
@@ -170,25 +184,48 @@ ATTEMPTS: tuple[tuple[Dimension, ...], ...] = (
 )
 
 
-def _trace(decoder: nn.Module, hidden: int, dtype: torch.dtype, tokens: int) -> _Traced:
+def _trace(decoder: nn.Module, hidden: int, tokens: int) -> _Traced:
+    """By torch.export with as much symbolic as goes; from embeddings, or from token ids where the
+    code asks for them (a router that hashes tokens); by make_fx where neither goes."""
     reasons = []
-    for dynamic in ATTEMPTS:
+    pending = [(form, dynamic) for dynamic in ATTEMPTS for form in ("inputs_embeds", "input_ids")]
+    while pending:
+        form, dynamic = pending.pop(0)
         # A symbolic batch is not 1, which export would take for a constant.
-        batch = 2 if "batch" in dynamic else 1
-        embedded = torch.empty(batch, tokens, hidden, dtype=dtype, device="meta")
+        given = _inputs(form, 2 if "batch" in dynamic else 1, tokens, hidden)
         sizes = {i: Dim.DYNAMIC for i, d in enumerate(DIMENSIONS) if d in dynamic}
         try:
-            shapes = (sizes,) if sizes else None
-            program = torch.export.export(decoder, (embedded,), dynamic_shapes=shapes, strict=False)
+            program = torch.export.export(
+                decoder,
+                (),
+                {form: given},
+                dynamic_shapes={form: sizes} if sizes else None,
+                strict=False,
+            )
         except Exception as e:  # export raises anything on code that it cannot follow
             reasons.append(f"{' and '.join(dynamic) or 'static'}: {_first_line(e)}")
+            about_form = not type(e).__module__.startswith("torch")
+            pending = [p for p in pending if (p[0] == form) != about_form]
             continue
         graph = _flat(program.graph_module, _exported_roles(program))
-        return _Traced(graph, batch, tokens, list(dynamic), "export", "; ".join(reasons))
-    embedded = torch.empty(1, tokens, hidden, dtype=dtype, device="meta")
-    traced = make_fx(decoder, tracing_mode="fake", pre_dispatch=True, record_module_stack=True)
-    graph = _flat(traced(embedded), {})
-    return _Traced(graph, 1, tokens, [], "make_fx", f"torch.export failed: {reasons[-1]}")
+        reason = "; ".join(dict.fromkeys(reasons)) if len(dynamic) < len(DIMENSIONS) else ""
+        return _Traced(graph, given.shape[0], tokens, list(dynamic), "export", reason)
+    given = _inputs("inputs_embeds", 1, tokens, hidden)
+    tracer = make_fx(
+        decoder,
+        tracing_mode="fake",
+        pre_dispatch=True,
+        record_module_stack=True,
+        _allow_non_fake_inputs=True,
+    )
+    reason = f"torch.export failed: {reasons[-1]}"
+    return _Traced(_flat(tracer(given), {}), 1, tokens, [], "make_fx", reason)
+
+
+def _inputs(form: str, batch: int, tokens: int, hidden: int) -> torch.Tensor:
+    if form == "input_ids":
+        return torch.empty(batch, tokens, dtype=torch.long, device="meta")
+    return torch.empty(batch, tokens, hidden, dtype=torch.bfloat16, device="meta")
 
 
 def _first_line(error: Exception) -> str:

@@ -69,12 +69,21 @@ def _define(
 
 kda = _define("kda")
 gated_delta_rule = _define("gated_delta_rule")
-ssd = _define("ssd")
-selective_scan = _define("selective_scan")
+gated_linear_attention = _define("gated_linear_attention")
 lightning_attention = _define("lightning_attention")
-wkv = _define("wkv")
+mlstm = _define("mlstm")
+rg_lru = _define("rg_lru")
+selective_scan = _define("selective_scan")
 short_convolution = _define("short_convolution")
+ssd = _define("ssd")
+wkv = _define("wkv")
 attention = _define("attention", keeps_output=True)
+
+WHOLE: dict[str, Any] = {
+    name: getattr(torch.ops.analyzers, name).default
+    for name in ("gated_linear_attention", "lightning_attention", "mlstm")
+}
+"""Operators that a mixer's own forward may spell out, by the name of the mixer's operator."""
 
 
 @torch.library.custom_op(f"{NAMESPACE}::experts", mutates_args=())
@@ -181,7 +190,7 @@ def replaced(owner: nn.Module, kinds: list[Kind]) -> Iterator[None]:
 
 
 def _attention_function(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """As transformers calls it: [B, H, T, K] and [B, H, S, V] -> [B, T, H, V]."""
     extra = [kwargs[name] for name in ("indices", "s_aux") if kwargs.get(name) is not None]
