@@ -174,17 +174,19 @@ def test_the_pro_model_has_178_5_million_parameters_more(pro):
     assert sizes[1] - sizes[0] == pytest.approx(178.5e6, rel=1e-3)
 
 
-def test_the_analysis_says_which_layers_select_keys(pro):
-    analysis = analyze(pro)
-    layers = json.loads((pro / "config.json").read_text())["text_config"]["linear_attn_config"]
+def test_the_analysis_says_which_layers_select_keys(tmp_path):
+    data = json.loads((FIXTURE / "config.json").read_text())
+    data["text_config"] = text_config(dsa_config=DSA)
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    analysis = analyze(tmp_path)
     found = [layer.index + 1 for layer in analysis.layers if layer.mixer == "sparse_topk"]
-    assert found == layers["full_attn_layers"]
+    assert found == DSA["dsa_layers"]
     assert {layer.mixer for layer in analysis.layers} == {"kda", "sparse_topk"}
     block = next(b for b in analysis.blocks if b.mixer == "sparse_topk")
-    assert block.mixer_attributes["top_k"] == 2048
-    assert block.mixer_attributes["index_heads"] == 32
-    assert block.mixer_attributes["index_dim"] == 128
-    assert not [linear.name for linear in block.linears if ".indexer." in linear.name]
+    attributes = {"top_k": TOP_K, "index_heads": 16, "index_dim": 8}
+    assert attributes.items() <= block.mixer_attributes.items()
+    assert [n.name for n in block.linears if n.name == "self_attn.q_b_proj"]
+    assert not [n.name for n in block.linears if "indexer" in n.name]
 
 
 @pytest.mark.parametrize(
