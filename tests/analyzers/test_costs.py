@@ -335,10 +335,9 @@ def test_adapted_projections_that_read_one_tensor_keep_it_once(analyses, name, p
 def test_linears_of_the_indexer_are_forward_alone(analyses):
     (block, *_) = [b for b in analyses("glm-5.1").blocks if b.mixer == "sparse_topk"]
     mixer = next(p for p in block.parts if p.name == "mixer")
-    indexer = sum(
-        2 * x.in_features * x.out_features for x in block.linears if ".indexer." in x.name
-    )
-    assert indexer > 0
+    config = json.loads((CONFIGS / "glm-5.1.json").read_text())
+    hidden, heads, dim = (config[k] for k in ("hidden_size", "index_n_heads", "index_head_dim"))
+    indexer = 2 * (config["q_lora_rank"] * heads * dim + hidden * dim + hidden * heads)
     assert mixer.flops.per_token - mixer.backward.flops.per_token == indexer
 
 
@@ -390,3 +389,69 @@ def test_short_convolution_of_torch_is_counted_as_priced():
 
 def _padded(tokens: int) -> torch.Tensor:
     return torch.randn(1, 48, tokens + 3)
+
+
+# --------------------------------------------------------------------------------- the documents
+
+
+def tables(path: Path) -> list[list[list[str]]]:
+    """The cells of every table of a markdown file, without head and rule."""
+    found: list[list[list[str]]] = []
+    before = ""
+    for line in path.read_text().splitlines():
+        if line.startswith("|"):
+            if not before.startswith("|"):
+                found.append([])
+            found[-1].append([cell.strip(" *`") for cell in line.strip("|").split("|")])
+        before = line
+    return [rows[2:] for rows in found]
+
+
+def number(cell: str) -> float:
+    return float(cell.replace(",", ""))
+
+
+def test_table_of_kimi_k3_is_what_the_analysis_says(analyses):
+    a = analyses("kimi-k3")
+    _, matrices, mixing, totals = tables(ROOT / "docs" / "costs.md")
+
+    # Each row by itself, then all rows of a shape against the linears of that shape.
+    *rows, total = matrices
+    flops: dict[tuple[int, int], float] = {}
+    adapters: dict[tuple[int, int], float] = {}
+    for _, _, shape, times, cost, adapter in rows:
+        i, o = (int(side) for side in shape.split(" x "))
+        assert number(cost) == 2 * i * o * int(times)
+        if adapter != "-":
+            assert number(adapter) == (i + o) * int(times)
+            adapters[i, o] = adapters.get((i, o), 0) + number(adapter)
+        flops[i, o] = flops.get((i, o), 0) + number(cost)
+    assert number(total[4]) == sum(flops.values())
+    assert number(total[5]) == sum(adapters.values())
+    for linear in operators(a, "linear"):
+        shape = linear.attributes["in_features"], linear.attributes["out_features"]
+        assert linear.flops == Work(per_token=flops.pop(shape))
+        assert linear.adapter.width == adapters.pop(shape, 7168 + 163840)  # the head takes none
+    (router,), (experts,) = operators(a, "router"), operators(a, "experts")
+    assert router.flops == Work(per_token=flops.pop((7168, 896)))
+    assert experts.flops == Work(per_token=flops.pop((3584, 6144)) + flops.pop((3072, 3584)))
+    assert experts.adapter.width == adapters.pop((3584, 6144)) + adapters.pop((3072, 3584))
+    assert not flops
+    assert not adapters
+
+    for cells in mixing:
+        name, _, unit = cells[0].partition("`, a ")
+        (operator,) = operators(a, name)
+        forward, backward = map(number, cells[2:])
+        kind = {"per_pair": forward} if unit else {"per_token": forward}
+        assert operator.flops == Work(**kind)
+        assert operator.backward.flops == Work(**dict.fromkeys(kind, backward))
+
+    lengths = (4096, 131_072, 1_048_576)
+    passes = [sum((o.flops for o in a.operators), Work())]
+    passes += [sum((o.backward.flops for o in a.operators), Work())]
+    width = number(total[5])
+    passes += [Work(per_token=2 * 16 * width), Work(per_token=4 * 16 * width)]
+    for cells, work in zip(totals, passes, strict=True):
+        assert work == Work(per_token=number(cells[1]), per_pair=number(cells[2]))
+        assert [f"{work.at(t) / t / 1e9:.3f}" for t in lengths] == cells[3:]
