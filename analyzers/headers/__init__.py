@@ -24,9 +24,10 @@ from analyzers.headers.skeleton import (
     build,
     elements,
     is_expert,
+    safe_path,
 )
 
-HEADS = ("lm_head", "embed_out", "output", "head")
+HEADS = ("lm_head", "embed_out", "output", "head", "tied_head")
 NUMBERED = re.compile(r"^(?P<list>.*?)\.(?P<index>\d{1,8})\.(?P<rest>.+)$")
 
 
@@ -168,12 +169,12 @@ def _tie(model: Skeleton) -> None:
         config.tie_word_embeddings = True
         head = nn.Linear(table.embedding_dim, table.num_embeddings, bias=False, device="meta")
         head.weight = table.weight
-        model.add_module("lm_head", head)
+        model.add_module("tied_head", head)
 
 
 def _name_roles(model: Skeleton, layers: str) -> None:
     """Recognises the mixers of the layers at this path, and notes what stays unknown."""
-    config, found = model.config, model.get_submodule(layers)
+    config, found = model.config, model.get_submodule(safe_path(layers))
     blocks = list(found.children())
     experts = any(isinstance(m, ExpertBanks) for m in found.modules())
     for block, kind in zip(blocks, mixers(config, len(blocks)), strict=True):

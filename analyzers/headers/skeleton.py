@@ -51,6 +51,11 @@ class GatedRMSNorm(nn.RMSNorm):
     """A norm whose output a gate multiplies."""
 
 
+MODULE = ExpertBanks()
+RESERVED = ("config", "notes", "reason", "tied_head")
+"""Attributes of the model that the modules are put in."""
+
+
 @dataclass
 class Node:
     """One dotted prefix of the names."""
@@ -122,9 +127,14 @@ def elements(shape: Shape) -> int:
     return count
 
 
+def safe_path(path: str) -> str:
+    """A dotted name as the modules have it."""
+    return ".".join(map(_safe, path.split(".")))
+
+
 def _safe(word: str) -> str:
-    """A word that does not hide an attribute of `nn.Module`."""
-    return f"{word}_" if not word or hasattr(nn.Module, word) or word == "training" else word
+    """A word that hides no attribute of a module."""
+    return f"{word}_" if not word or word in RESERVED or hasattr(MODULE, word) else word
 
 
 def _find(root: Node, name: str) -> Node:
@@ -138,16 +148,18 @@ def _module(name: str, node: Node) -> nn.Module:
     """The module of a node, whose own word is `name`."""
     if node.experts:
         return _stack_of_experts(node)
-    if node.shapes and not node.children and (leaf := _leaf(name, node.shapes)) is not None:
+    # A tensor may have the name of a module beside it.
+    shapes = {f"{w}_" if w in node.children else w: shape for w, shape in node.shapes.items()}
+    if shapes and not node.children and (leaf := _leaf(name, shapes)) is not None:
         return leaf
     below = {word: _module(word, child) for word, child in node.children.items()}
-    if below and not node.shapes and all(word.isdecimal() for word in below):
-        return nn.ModuleList([below[word] for word in sorted(below, key=int)])
-    experts = {word: s for word, s in node.shapes.items() if len(s) == 3 and "conv" not in word}
+    experts = {word: s for word, s in shapes.items() if len(s) == 3 and "conv" not in word}
     module = ExpertBanks() if len(experts) > 1 else Inferred()
-    _hold(module, node.shapes)
+    if below and all(word.isdecimal() for word in below):
+        module = nn.ModuleList([below.pop(word) for word in sorted(below, key=int)])
+    _hold(module, shapes)
     for word, child in below.items():
-        module.add_module(word if not hasattr(module, word) else f"{word}_", child)
+        module.add_module(word, child)
     if isinstance(module, ExpertBanks):
         module.is_transposed = _is_transposed(experts)
     return module
