@@ -18,7 +18,7 @@ COMMAND = [
     sys.executable,
     "-c",
     "from adapter_agent.cli import main; main()",
-    str(ROOT / "examples/models/tiny-kimi-linear"),
+    str(ROOT / "examples/models/tiny-kimi-k3"),
     "--cluster",
     str(ROOT / "examples/clusters/two-ranks.yaml"),
     "--data",

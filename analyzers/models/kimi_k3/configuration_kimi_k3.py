@@ -166,7 +166,7 @@ class KimiK3TextConfig(KimiLinearConfig):
     @property
     def pipeline_cuts(self) -> list[int]:
         """Layers (0-indexed) at which a pipeline stage may begin besides the first: there the running
-        sum has just become the last entry of the bank, so the bank alone is handed on."""
+        sum becomes an entry of the bank and a new one begins."""
         return list(
             range(self.attn_res_block_size, self.num_hidden_layers, self.attn_res_block_size)
         )
