@@ -52,7 +52,7 @@ def _examples(*lines: str) -> str:
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
-_TINY = "examples/models/tiny-kimi-linear"
+_TINY = "examples/models/tiny-kimi-k3"
 _TWO_RANKS = "examples/clusters/two-ranks.yaml"
 _DATA = "examples/data/classes-train.jsonl"
 
