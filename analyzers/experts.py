@@ -8,6 +8,7 @@ from the config where a key names it, else from the functions that the router's 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -33,6 +34,7 @@ RENORMALIZE = ("norm_topk_prob", "moe_renormalize", "route_norm", "moe_norm_topk
 SCALING = ("routed_scaling_factor", "route_scale", "router_scaling_factor", "scaling_factor")
 AUXILIARY = ("router_aux_loss_coef", "aux_loss_alpha", "aux_loss_coef", "moe_aux_loss_coeff")
 CORRECTION = ("correction_bias", "expert_bias", "balancing_bias")
+SCORES = ("softmax", "sigmoid", "softplus", "sparsemixer")
 
 
 @dataclass(frozen=True)
@@ -71,22 +73,28 @@ class Moe:
         return elements
 
     @property
+    def for_images(self) -> bool:
+        return "vision" in self.path
+
+    @property
     def visited(self) -> float:
-        """The share of the routed experts that one token visits; choices of zero experts, which
-        compute nothing, are taken to be as frequent as the others."""
-        return self.top_k / (self.count + self.zero_experts)
+        """The share of the experts that one token of text visits; zero experts, which compute
+        nothing, are taken to be chosen as often as the others."""
+        return 0.0 if self.for_images else self.top_k / (self.count + self.zero_experts)
 
 
 def find_moes(layer: nn.Module, config: Any) -> list[Moe]:
-    """The groups of routed experts of a layer: one, or a second for tokens of another modality."""
+    """The groups of routed experts of a layer: one in its feed-forward, and in a few models others
+    in its attention (JetMoE) or for images (Ernie 4.5 VL)."""
     found = []
     for path, module in layer.named_modules():
         if "shared" in path or isinstance(module, nn.Conv1d):
             continue
-        stacked, listed = _stacked(path, module, config), _listed(path, module)
+        stacked = _stacked(path, module, config) or _flattened(path, module)
+        listed = _listed(path, module)
         if stacked or listed:
             found.append(_moe(layer, path, stacked, listed, config))
-    return found
+    return sorted(found, key=lambda moe: moe.for_images or "attention" in moe.experts)
 
 
 def _moe(
@@ -97,8 +105,12 @@ def _moe(
     config: Any,
 ) -> Moe:
     banks = sorted(stacked or listed, key=lambda bank: _is_down(bank.name))
-    experts, down = layer.get_submodule(path), banks[-1]
-    parent_path = path.rpartition(".")[0]
+    down = banks[-1]
+    if path.endswith(".experts.mlp"):  # DBRX: weights in one module, the loop in that around it
+        path = path.removesuffix(".mlp")
+    experts = layer.get_submodule(path)
+    own_router = any(_is_router(name) for name, _ in experts.named_children())  # JetMoE
+    parent_path = path if own_router else path.rpartition(".")[0]
     parent = layer.get_submodule(parent_path)
     shared = _shared(layer, path)
     shared_width = sum(_down_width(layer.get_submodule(p)) for p in shared)
@@ -110,10 +122,7 @@ def _moe(
         experts=path,
         router=".".join(p for p in (parent_path, router) if p) if router else None,
         count=down.count,
-        top_k=first_of(owner, "top_k")
-        or first_of(parent, "top_k")
-        or first_of(config, *TOP_K)
-        or 1,
+        top_k=_top_k(owner, parent, config),
         shared=(first_of(config, *SHARED) or 1) if shared_width else 0,
         hidden_size=down.out_features,
         intermediate_size=down.in_features,
@@ -128,6 +137,13 @@ def _moe(
         shared_intermediate_size=shared_width,
         activation=_named(first_of(config, *ACTIVATION)),
     )
+
+
+def _top_k(owner: nn.Module, parent: nn.Module, config: Any) -> int:
+    """What the modules say, else the config, else the name of the router's class (`Top2Router`)."""
+    named = re.search(r"Top(\d)", type(owner).__name__)
+    said = first_of(owner, "top_k") or first_of(parent, "top_k") or first_of(config, *TOP_K)
+    return said or (int(named[1]) if named else 1)
 
 
 def _named(activation: Any) -> str:
@@ -171,14 +187,31 @@ def _stacked(path: str, module: nn.Module, config: Any) -> list[ExpertBank]:
     ]
 
 
+def _flattened(path: str, module: nn.Module) -> list[ExpertBank]:
+    """Banks that are 2-D, `[experts * width, hidden]`, as in DBRX."""
+    count = getattr(module, "moe_num_experts", None)
+    own = {n: p for n, p in module.named_parameters(recurse=False) if p.ndim == 2}
+    if not isinstance(count, int) or not any(_is_down(n) for n in own):
+        return []
+    banks = []
+    for name, p in own.items():
+        width, hidden = p.shape[0] // count, p.shape[1]
+        into, out = (width, hidden) if _is_down(name) else (hidden, width)
+        bank = ExpertBank(name=f"{path}.{name}", count=count, in_features=into, out_features=out)
+        banks.append(bank)
+    return banks
+
+
 def _listed(path: str, module: nn.Module) -> list[ExpertBank]:
     """Banks of a list (or dictionary) of alike experts, one for each of their linear layers and
     named like it."""
     if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or "expert" not in path:
         return []
-    children = list(module.children())
+    children = [c for c in module.children() if any(True for _ in c.parameters())]
+    if len(children) < 2:
+        return []
     first = [(n, m) for n, m in children[0].named_modules() if isinstance(m, nn.Linear)]
-    if len(children) < 2 or not any(_is_down(n) for n, _ in first):
+    if not any(_is_down(n) for n, _ in first):
         return []
     return [
         ExpertBank(
@@ -216,7 +249,7 @@ def _router(
     parent: nn.Module, experts: nn.Module, count: int
 ) -> tuple[str | None, nn.Parameter | None]:
     """Path and weight of the module beside the experts that scores every expert."""
-    inside = set(experts.modules())
+    inside = set() if experts is parent else set(experts.modules())
     found: list[tuple[int, str, nn.Parameter]] = []
     for path, module in parent.named_modules():
         weight = getattr(module, "weight", None)
@@ -235,22 +268,26 @@ def _is_router(path: str) -> bool:
 
 
 def _owner(parent: nn.Module, router: str | None) -> nn.Module:
-    """The module whose code turns scores into a choice: the router's class, or that around it."""
+    """The module whose code turns scores into a choice: of those from the one that scores up to the
+    one that owns the experts, the first that says how."""
     path = router or ""
-    while path and type(parent.get_submodule(path)) is nn.Linear:
+    while path:
+        module = parent.get_submodule(path)
+        if {"topk", *SCORES} & set(_called(module)):
+            return module
         path = path.rpartition(".")[0]
-    return parent.get_submodule(path)
+    return parent
 
 
 def _routing(
     parent: nn.Module, owner: nn.Module, weight: nn.Parameter | None, config: Any, width: int
 ) -> Router:
-    called = list(_called(owner)) or list(_called(parent))
+    called = list(_called(owner))
     tensors = [n for n, _ in parent.named_buffers()] + [n for n, _ in parent.named_parameters()]
     names = {name.rpartition(".")[2] for name in tensors}
     groups = int(first_of(config, "n_group", "num_expert_group", "n_groups_experts") or 1)
     return Router(
-        scoring=_scoring(names, called, config),
+        scoring=_scoring(names, called, owner, config),
         input_size=weight.shape[1] if weight is not None else width,
         correction_bias=any(word in name for name in names for word in CORRECTION),
         groups=groups,
@@ -269,16 +306,17 @@ def _called(module: nn.Module) -> Iterator[str]:
         yield from inspect.unwrap(function).__code__.co_names
 
 
-def _scoring(tensors: set[str], called: list[str], config: Any) -> str:
+def _scoring(tensors: set[str], called: list[str], owner: nn.Module, config: Any) -> str:
     if "tid2eid" in tensors:
         return "hash"
     said = first_of(config, *SCORING)
     if isinstance(said, str):
         return said
     for name in called:
-        if name in ("softmax", "sigmoid", "softplus", "sparsemixer"):
+        if name in SCORES:
             return "sqrtsoftplus" if name == "softplus" and "sqrt" in called else name
-    return "unknown"
+    functions = (type(m).__name__.lower() for n, m in owner.named_children() if "scor" in n)
+    return next(functions, "unknown")
 
 
 def _renormalizes(called: list[str], owner: nn.Module, config: Any) -> bool:
@@ -288,7 +326,8 @@ def _renormalizes(called: list[str], owner: nn.Module, config: Any) -> bool:
         return bool(first_of(config, *RENORMALIZE))
     for switch in RENORMALIZE:
         if switch in called:
-            return bool(first_of(owner, switch) or getattr(config, switch, False))
-    if "sum" in called:
+            own = getattr(owner, switch, None)
+            return bool(getattr(config, switch, False) if own is None else own)
+    if "sum" in called or "norm" in called:
         return True
     return "softmax" in called and "topk" in called[: called.index("softmax")]

@@ -30,7 +30,7 @@ class Kind:
     layers: list[int]
     mixers: list[Mixer]
     moes: list[Moe]
-    """Groups of routed experts; those after the first are not for text tokens."""
+    """Groups of routed experts, that of the feed-forward first."""
     dense: list[str]
     """Paths of the feed-forwards without experts."""
 
@@ -49,15 +49,15 @@ class Kind:
 
     def part(self, path: str) -> PartName:
         """The part that the module (or parameter) at `path` in the block belongs to."""
-        if any(_under(path, m.path) for m in self.mixers):
-            return "mixer"
         for moe in self.moes:
-            if _under(path, moe.experts):
-                return "routed_experts"
             if moe.router and _under(path, moe.router):
                 return "router"
-            if any(_under(path, shared) for shared in moe.shared_paths):
-                return "shared_experts"
+            if _under(path, moe.experts):
+                return "routed_experts"
+        if any(_under(path, m.path) for m in self.mixers):
+            return "mixer"
+        if any(_under(path, shared) for moe in self.moes for shared in moe.shared_paths):
+            return "shared_experts"
         if any(_under(path, dense) for dense in self.dense):
             return "dense"
         # What is left beside the experts projects (and norms) around a latent space.
