@@ -156,7 +156,7 @@ def _parameters(model: PreTrainedModel, kinds: list[Kind], towers: list[Tower]) 
             held = sum(moe.held(p) for p in experts) * len(kind.layers)
             total -= sum(p.numel() for p in experts) * len(kind.layers) - held
             routed += held
-            visited += round(held * moe.visited) if moe is kind.moe else 0
+            visited += round(held * moe.visited)
     embedding = outer_counts(model)["embedding"]
     table = model.get_input_embeddings()
     head = model.get_output_embeddings()
