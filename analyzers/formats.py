@@ -160,7 +160,8 @@ def _stem(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> str
     if name.endswith("_blocks"):
         stem = name[: -len("_blocks")]
         return stem if info.dtype == "U8" or f"{stem}_scales" in tensors else None
-    return name if info.dtype in CODES and len(info.shape) > 1 else None
+    whole = info.dtype in CODES and len(info.shape) > 1 and not name.endswith(SCALES)
+    return name if whole else None
 
 
 def _scale(stem: str, tensors: Mapping[str, TensorInfo]) -> TensorInfo | None:
