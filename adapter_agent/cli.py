@@ -17,6 +17,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
+from adapter_agent.options import (
+    BatchOpt,
+    ClusterOpt,
+    FixOpt,
+    JsonOpt,
+    ModelArg,
+    QuietOpt,
+    RankOpt,
+    RunDirArg,
+    SequenceOpt,
+    TrustOpt,
+)
 from analyzers.errors import AdaptError
 
 if TYPE_CHECKING:
@@ -77,38 +89,6 @@ cluster_app = typer.Typer(
     epilog=_examples("adapt cluster show examples/clusters/supernode-128.yaml"),
 )
 app.add_typer(cluster_app, name="cluster")
-
-ModelArg = Annotated[
-    Path, typer.Argument(metavar="MODEL", help="Folder with config.json and safetensors.")
-]
-RunDirArg = Annotated[
-    Path, typer.Argument(metavar="RUN_DIR", help="Run directory that `adapt MODEL` wrote.")
-]
-ClusterOpt = Annotated[
-    Path, typer.Option("--cluster", metavar="TOPO.yaml", help="Description of the cluster.")
-]
-JsonOpt = Annotated[bool, typer.Option("--json", help="Print the result as JSON alone.")]
-QuietOpt = Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")]
-TrustOpt = Annotated[
-    bool,
-    typer.Option("--trust-remote-code", help="Run Python code that the model folder brings."),
-]
-SequenceOpt = Annotated[
-    int | None,
-    typer.Option("--sequence-length", min=2, help="Tokens of a sequence; 4096 where it fits."),
-]
-BatchOpt = Annotated[
-    int | None,
-    typer.Option("--global-batch-size", min=1, help="Sequences a step over all devices."),
-]
-RankOpt = Annotated[
-    int | None, typer.Option("--lora-rank", min=1, help="Rank of the adapters; 8 by default.")
-]
-
-FixOpt = Annotated[
-    list[str] | None,
-    typer.Option("--fix", metavar="KEY=N", help="Force a part of the plan, e.g. ep=2. Repeatable."),
-]
 
 
 def _version(wanted: bool) -> None:
@@ -215,27 +195,35 @@ def run(
 
 
 @app.command(
-    epilog=_examples(f"adapt analyze {_TINY}", "adapt analyze MODEL --json > analysis.json")
+    epilog=_examples(
+        f"adapt analyze {_TINY} --backend h200", "adapt analyze MODEL --json > analysis.json"
+    )
 )
 def analyze(
     model: ModelArg,
+    backend: Annotated[
+        str | None, typer.Option(help="Say too what this device serves of it, e.g. h200.")
+    ] = None,
     trust_remote_code: TrustOpt = False,
     as_json: JsonOpt = False,
     quiet: QuietOpt = False,
 ) -> None:
     """What a model is made of, and what it costs.
 
-    Layers, parameters by part, operators with their FLOPs.
+    Layers, structure, parameters and costs by part, operators, what one kernel could do together.
     """
     from adapter_agent import terminal as t
+    from adapter_agent.analysis_picture import picture_of_analysis
     from adapter_agent.job import check_model
     from analyzers import analyze as analyze_model
+    from analyzers.backends import load_backend
 
+    target = load_backend(backend) if backend else None
     terminal = t.Terminal(quiet=quiet)
     with t.stdout_kept_clean(), terminal.live():
         check_model(model, trust_remote_code=trust_remote_code)
         found = analyze_model(model, trust_remote_code=trust_remote_code, progress=terminal)
-    _print_json_of(found) if as_json else t.show(t.picture_of_analysis(found))
+    _print_json_of(found) if as_json else t.show(picture_of_analysis(found, target))
 
 
 @app.command(

@@ -13,12 +13,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from adapter_agent.words import count, layer_legend, layer_pattern, parameters_by_part, shape, size
+from adapter_agent.words import shape
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from analyzers.schema import ModelAnalysis
     from codegen.schema import KernelSet, OperatorMap
     from runtime.schema import ValidationReport
     from strategies.cluster import Cluster
@@ -93,9 +92,14 @@ def stdout_kept_clean() -> Iterator[None]:
 def show(*parts: RenderableType) -> None:
     """Prints the result on stdout."""
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=110)
-    console.print(Group(*parts))
+    if console.is_terminal:
+        console.print(Group(*parts))
+        return
+    console = Console(highlight=False, width=110)
+    with console.capture() as captured:
+        console.print(Group(*parts))
+    for line in captured.get().splitlines():
+        print(line.rstrip())
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -109,38 +113,6 @@ def _table(title: str, *columns: str) -> Table:
 
 def _bar(value: float, largest: float, width: int = 32) -> str:
     return "█" * max(1, round(width * value / largest)) if value > 0 and largest > 0 else ""
-
-
-def picture_of_analysis(a: ModelAnalysis) -> RenderableType:
-    head = Text.assemble(
-        (f"{a.architecture} ({a.model_type})\n", "bold"),
-        f"{count(a.parameters.total)} parameters, {count(a.parameters.active)} active a token, "
-        f"{count(a.parameters.routed_experts)} in routed experts\n",
-        f"layers   {layer_pattern(a)}   ({layer_legend(a)})\n",
-    )
-    if a.experts:
-        e = a.experts
-        head.append(
-            f"experts  {e.count}, top {e.top_k}, {e.shared} shared, "
-            f"{e.hidden_size} x {e.intermediate_size}\n"
-        )
-    if a.checkpoint:
-        formats = ", ".join(f"{f} {size(n)}" for f, n in a.checkpoint.formats.items())
-        head.append(f"weights  {a.checkpoint.shards} shards, {formats}\n")
-    else:
-        head.append("weights  none in the folder: planning only\n")
-    head.append(f"fidelity {a.fidelity}: {a.fidelity_reason}\n")
-
-    sizes = parameters_by_part(a)
-    parts = _table("Parameters by part", "part", ">parameters", "")
-    for name, n in sizes.items():
-        parts.add_row(name, count(n), _bar(n, max(sizes.values())))
-
-    operators = _table("Operators", "operator", ">calls", ">GFLOP at 4096 tokens", "shape")
-    for o in a.operators:
-        attributes = ", ".join(f"{k} {v}" for k, v in o.attributes.items())
-        operators.add_row(o.name, str(o.count), f"{o.flops.at(4096) / 1e9:.4g}", attributes)
-    return Group(head, parts, operators, *(Text(f"note: {note}") for note in a.notes))
 
 
 def picture_of_operators(operators: OperatorMap) -> RenderableType:

@@ -44,18 +44,18 @@ def shape(plan: Plan | Alternative) -> str:
     return " x ".join(f"{name} {size}" for name, size in axes if size > 1) or "one device"
 
 
-def _letters(analysis: ModelAnalysis) -> dict[str, str]:
+def letters(analysis: ModelAnalysis) -> dict[str, str]:
     """Mixer -> the first letter of its name that no earlier mixer took."""
-    letters: dict[str, str] = {}
+    found: dict[str, str] = {}
     for layer in analysis.layers:
-        if layer.mixer not in letters:
-            free = (c for c in layer.mixer.upper() if c.isalpha() and c not in letters.values())
-            letters[layer.mixer] = next(free, "?")
-    return letters
+        if layer.mixer not in found:
+            free = (c for c in layer.mixer.upper() if c.isalpha() and c not in found.values())
+            found[layer.mixer] = next(free, "?")
+    return found
 
 
 def layer_legend(analysis: ModelAnalysis) -> str:
-    names = ", ".join(f"{letter} {mixer}" for mixer, letter in _letters(analysis).items())
+    names = ", ".join(f"{letter} {mixer}" for mixer, letter in letters(analysis).items())
     dense = [layer.index for layer in analysis.layers if layer.feed_forward == "dense"]
     if not dense or len(dense) == len(analysis.layers):
         return names
@@ -65,8 +65,8 @@ def layer_legend(analysis: ModelAnalysis) -> str:
 
 def layer_pattern(analysis: ModelAnalysis) -> str:
     """The mixers in order with repeats folded, e.g. `KKKM x6 KKM`."""
-    letters = _letters(analysis)
-    text = "".join(letters[layer.mixer] for layer in analysis.layers)
+    names = letters(analysis)
+    text = "".join(names[layer.mixer] for layer in analysis.layers)
     folded: list[str] = []
     plain = ""
     while text:
