@@ -218,8 +218,11 @@ def _block(kind: Kind, calls: list[Call], graph: BlockGraph | None) -> Block:
             part=kind.part(path),
         )
         for path, module in kind.module.named_modules()
-        # An indexer chooses keys and gets no gradient, so an adapter on it would learn nothing.
-        if isinstance(module, nn.Linear) and ".indexer." not in path
+        # An indexer chooses keys and gets no gradient, so an adapter on it would learn nothing;
+        # experts in a list are banks.
+        if isinstance(module, nn.Linear)
+        and ".indexer." not in path
+        and kind.part(path) != "routed_experts"
     ]
     parts = tally.parts(count, calls)
     if graph and graph.saved is not None and graph.adapted_saved is not None:

@@ -123,10 +123,12 @@ def bind_kernels(model: PreTrainedModel, folder: Path) -> list[Any]:
     return kernels
 
 
-def build_tokenizer(model: str) -> Any:
+def build_tokenizer(model: str, *, trust_remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model, local_files_only=True)
+    return AutoTokenizer.from_pretrained(
+        model, local_files_only=True, trust_remote_code=trust_remote_code
+    )
 
 
 def build_dataset(documents: Documents) -> tuple[Dataset, int]:
@@ -141,7 +143,7 @@ def build_dataset(documents: Documents) -> tuple[Dataset, int]:
             fault="names no training data",
             fix="give --data FILE.jsonl",
         )
-    tokenizer = build_tokenizer(job.model)
+    tokenizer = build_tokenizer(job.model, trust_remote_code=job.trust_remote_code)
     dataset = load_dataset(job.data, tokenizer, documents.plan.sequence_length)
     if dataset.truncated:
         say(f"{dataset.truncated} examples cut at {documents.plan.sequence_length} tokens")

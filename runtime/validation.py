@@ -294,13 +294,15 @@ def _resume(proof: Proof, adapters: dict[str, Any], config: Any, limit: float) -
 
 
 def _balance(proof: Proof, result: StepResult) -> None:
-    examples = proof.examples(STEPS - 1)
-    tokens = sum(len(e.input_ids) for e in examples)
     experts = proof.documents.analysis.experts
     if experts is None:
         proof.not_kept.append("routing_balance and zero_token_expert: the model has no experts")
         return
-    ep = proof.documents.plan.parallelism.ep
+    ep, ranks = proof.documents.plan.parallelism.ep, proof.documents.plan.world_size
+    valid = [b.valid_BT for rank in range(ranks) for b in proof.batches(STEPS - 1, rank)]
+    # Experts in a list see padding like any token.
+    listed = experts.layout == "module_list"
+    tokens = sum(v.numel() if listed else int(v.sum()) for v in valid)
     counts = result.tokens_per_expert
     proof.checks.append(checks.routing_balance(counts, tokens, experts.top_k, ep))
 
