@@ -103,6 +103,13 @@ def test_parts_add_up_to_the_total(analysed, name):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
+def test_a_token_takes_about_two_operations_for_each_parameter_that_it_uses(analysed, name):
+    a = analysed(name)
+    per_token = sum(operator.flops.per_token for operator in a.operators)
+    assert 0.9 < per_token / (2 * a.parameters.active) < 1.25
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_experts(analysed, name):
     experts = analysed(name).experts
     assert {key: getattr(experts, key) for key in PUBLISHED[name]["experts"]} == PUBLISHED[name][
@@ -110,7 +117,7 @@ def test_experts(analysed, name):
     ]
 
 
-@pytest.mark.parametrize("name", [n for n, row in PUBLISHED.items() if "mixers" in row])
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_mixers_per_layer(analysed, name):
     mixers = Counter(layer.mixer for layer in analysed(name).layers)
     assert mixers == PUBLISHED[name]["mixers"]
