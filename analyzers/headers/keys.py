@@ -68,6 +68,7 @@ SIZES: dict[str, tuple[str, ...]] = {
     "mamba_num_heads": ("mamba_num_heads", "mamba_n_heads"),
     "mamba_head_dim": ("mamba_head_dim", "mamba_d_head"),
     "ssm_state_size": ("ssm_state_size", "mamba_d_state", "mamba_state_dim"),
+    "mamba_chunk_size": ("chunk_size", "mamba_chunk_size"),
     "mamba_n_groups": ("n_groups", "mamba_n_groups", "mamba_ngroups"),
     "num_experts": (
         "num_experts",

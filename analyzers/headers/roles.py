@@ -236,6 +236,8 @@ def _mamba2(module: nn.Module, config: GenericConfig, out: nn.Linear) -> Mixer:
         "groups": groups,
         "conv_kernel_size": _conv_taps(module),
     }
+    if config.mamba_chunk_size:
+        attributes["chunk_size"] = config.mamba_chunk_size
     return Mixer("mamba2", "ssd", attributes)
 
 
