@@ -15,6 +15,7 @@ from adapter_agent import cli
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples/models/tiny-kimi-linear"
+UNSEEN = ROOT / "examples/models/tiny-unseen-moe"
 CLUSTER = ROOT / "examples/clusters/two-ranks.yaml"
 DATA = ROOT / "examples/data/classes-train.jsonl"
 COMMANDS = [
@@ -202,11 +203,25 @@ def test_pickled_weights_alone(refused, tmp_path):
     assert "safetensors" in line
 
 
-def test_a_model_type_that_nothing_builds(refused, tmp_path):
-    model = copy_of_model(tmp_path)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "model_type": "nobody_knows"}))
-    assert "nobody_knows" in refused(model=model)
+def test_without_a_class_a_model_is_planned_and_not_trained(adapt, tmp_path):
+    run = tmp_path / "run"
+    first = adapt(UNSEEN, "--cluster", CLUSTER, "--data", DATA, "--run-dir", run, "--quiet")
+    assert json.loads((run / "analysis.json").read_text())["fidelity"] == "headers"
+    assert (run / "plan.json").is_file()
+    calls = [first, adapt("validate", run), adapt("train", run), adapt("train", run, "--twin")]
+    for status, out, err in calls:
+        assert (status, out) == (2, "")
+        (line,) = err.splitlines()
+        assert "no class for 'unseen_moe'" in line
+        assert "--trust-remote-code" in line
+
+
+def test_without_a_class_kernels_are_mapped(adapt, tmp_path):
+    status, out, _ = adapt(
+        "kernels", UNSEEN, "--backend", "cpu", "--output", tmp_path / "kernels", "--json"
+    )
+    assert status == 0
+    assert json.loads(out)["kernels"] == []
 
 
 @pytest.mark.parametrize("broken", ["{", "", '{"messages": []}'], ids=["json", "empty", "form"])
