@@ -10,7 +10,7 @@ from torch import nn
 
 from analyzers.costs.attention import compressed_attention, softmax_attention, sparse_attention
 from analyzers.costs.call import Call
-from analyzers.costs.experts import experts, router
+from analyzers.costs.experts import experts, router, stacked_linear
 from analyzers.costs.linear import activation, linear, norm, short_convolution
 from analyzers.costs.linear_attention import (
     delta_rule,
@@ -107,6 +107,9 @@ def _elementwise(
     elif set(own) in ({"weight"}, {"weight", "bias"}) and own["weight"].ndim == 1:
         rows = _heads(kind, path, own["weight"].numel())
         yield norm(name, own["weight"].numel(), part, count, rows=rows)
+    stacked = [p for p in own.values() if p.ndim == 3]
+    if part == "shared_experts" and stacked:
+        yield stacked_linear(stacked, part)
     if part in ("dense", "shared_experts"):
         yield from _activation(module, part)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from analyzers.costs.call import ACTIVATION, FLOAT32, INDEX, Call, a_token, one_way
-from analyzers.schema import AdapterWork
+from analyzers.schema import AdapterWork, PartName
 from analyzers.structure import Moe
 
 
@@ -71,4 +71,21 @@ def experts(moe: Moe, module: nn.Module) -> Call:
             "intermediate_size": inner,
             "gated": moe.gated,
         },
+    )
+
+
+def stacked_linear(weights: list[nn.Parameter], part: PartName) -> Call:
+    """Shared experts in stacked weights [E, out, in], which every token passes all of; keeps what
+    the activation reads, as routed ones do."""
+    flops = a_token(2 * sum(w.numel() for w in weights))
+    read = ACTIVATION * sum(w.shape[0] * w.shape[2] for w in weights)
+    written = ACTIVATION * sum(w.shape[0] * w.shape[1] for w in weights)
+    return Call(
+        operator="stacked_linear",
+        part=part,
+        forward=one_way(flops, read=read, written=written),
+        backward=one_way(flops, read=written, written=read),
+        saved=a_token(ACTIVATION * sum(w.shape[0] * w.shape[1] for w in weights[:-1])),
+        parameters=sum(w.numel() for w in weights),
+        attributes={"experts": weights[0].shape[0], "matrices": len(weights)},
     )

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from analyzers.costs.call import ACTIVATION, Call, a_token, one_way
-from analyzers.schema import PartName, Work
+from analyzers.mixers import first_of
+from analyzers.schema import PartName
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -20,11 +21,12 @@ def residual_site(
     over these layers (the last one for a site after them)."""
     own = dict(module.named_parameters(recurse=False))
     parameters = sum(p.numel() for p in own.values())
-    if own.keys() == {"norm_weight", "proj_weight"} and hasattr(config, "attn_res_block_size"):
+    block = first_of(config, "attn_res_block_size", "n_layers_per_attn_res_block")
+    if block and "AttentionResidual" in type(module).__name__:
         # Each layer has a site before its mixer and one before its feed-forward.
-        first = path.startswith("self_attention")
-        entries = block_starts(layers, config.attn_res_block_size, before_mixer=first)
-        return attention_residual(config.hidden_size, entries, part, parameters)
+        entries = block_starts(layers, block, before_mixer="attention" in path)
+        queries = own["query"].numel() // config.hidden_size if "query" in own else 0
+        return attention_residual(config.hidden_size, entries, queries, part, parameters)
     if own.keys() == {"fn", "base", "scale"}:
         return hyper_connection(own["fn"], part, parameters)
     if own.keys() == {"hc_fn", "hc_base", "hc_scale"}:
@@ -32,18 +34,25 @@ def residual_site(
     return None
 
 
-def attention_residual(hidden: int, entries: float, part: PartName, parameters: int) -> Call:
-    """Softmax mix of `entries` block starts and running sum, element by element (Kimi-K3).
+def attention_residual(
+    hidden: int, entries: float, queries: int, part: PartName, parameters: int
+) -> Call:
+    """Softmax mix of `entries` block starts and running sum: element by element (Kimi-K3), or by
+    attention of learned `queries` (Inkling 2), 4 * queries * entries * hidden, and in backward all
+    products of attention but the gradient of the queries, 8 * queries * entries * hidden.
 
     Keeps the running sum, or the block start where it replaces one; the other starts are kept by
     the layers that made them. Backward adds to the gradient of every entry.
     """
-    one = ACTIVATION * hidden
+    one, product = ACTIVATION * hidden, 2 * queries * entries * hidden
+    made = max(queries, 1) * one
     return Call(
         operator="attention_residual",
         part=part,
-        forward=one_way(Work(), read=entries * one, written=one),
-        backward=one_way(Work(), read=(2 * entries + 1) * one, written=entries * one),
+        forward=one_way(a_token(2 * product), read=entries * one, written=made),
+        backward=one_way(
+            a_token(4 * product), read=2 * entries * one + made, written=entries * one
+        ),
         saved=a_token(one),
         parameters=parameters,
         attributes={"width": hidden},
