@@ -86,8 +86,8 @@ class _Adapted(Runner):
             return super().run_node(n)
         args, _ = self.fetch_args_kwargs_from_env(n)
         if n.meta["operator"] == "experts":
-            x, index, weights, banks, widths = args
-            return n.target(x, index, weights, [*banks, *factors], widths)  # type: ignore[operator]
+            x, index, weights, banks, sizes = args
+            return n.target(x, index, weights, [*banks, *factors], sizes)  # type: ignore[operator]
         a, b = factors
         low = torch.nn.functional.linear(args[0], a)
         return super().run_node(n) + torch.nn.functional.linear(low, b)

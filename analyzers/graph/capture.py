@@ -381,7 +381,8 @@ def _depends_on_input(graph: fx.Graph) -> set[fx.Node]:
     for node in graph.nodes:
         source = node.op == "placeholder" and node.meta["role"] == "input"
         through = node.meta.get("grad") and any(n in found for n in node.all_input_nodes)
-        if source or through:
+        # Not through sizes: rotary angles are made from them.
+        if source or (through and not isinstance(node.meta["val"], torch.SymInt)):
             found.add(node)
     return found
 

@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from analyzers.experts import Moe
 from analyzers.structure import Kind
 
 NAMESPACE = "analyzers"
@@ -88,13 +89,13 @@ WHOLE: dict[str, Any] = {
 
 @torch.library.custom_op(f"{NAMESPACE}::experts", mutates_args=())
 def experts(
-    x: Tensor, index: list[Tensor], weights: list[Tensor], banks: list[Tensor], widths: list[int]
+    x: Tensor, index: list[Tensor], weights: list[Tensor], banks: list[Tensor], sizes: list[int]
 ) -> Tensor:
     """`x` [T, D] through the experts that `index` [T, K] chooses, weighted -> [T, D].
 
     `index` and `weights` are empty where the rows of x are sorted by expert already; `banks` are
-    the weights of the experts and their low-rank factors; `widths` are the out features of the
-    banks before the activation together, and the in features of the one after.
+    the weights of the experts and their low-rank factors; `sizes` are the bytes that the activation
+    keeps of a visit, and the in features of the bank after it.
     """
     raise NotImplementedError("stands for the operator in a graph; it is never run")
 
@@ -108,7 +109,7 @@ def experts_backward(
 
 
 @experts.register_fake
-def _experts_output(x, index, weights, banks, widths):
+def _experts_output(x, index, weights, banks, sizes):
     return torch.empty_like(x)
 
 
@@ -118,15 +119,17 @@ def _experts_gradients(grad, weights, banks, kept):
 
 
 def _keep_experts(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    """Of each visit: output of the first bank, the activation of its gate half, and the output that
-    the routing weight multiplies; with adapted banks, what they multiply too."""
-    x, index, weights, banks, (up, inner) = inputs
+    """Of each visit: what the activation keeps, the order of the visits by expert and its inverse,
+    and in float32 the output that the routing weight multiplies; with adapted banks, what they
+    multiply too."""
+    x, index, weights, banks, (activation, inner) = inputs
     visits = x.shape[0] * (index[0].shape[-1] if index else 1)
     adapted = any(bank.requires_grad for bank in banks)
-    sizes = [up, *([inner] if up != inner else []), *([x.shape[-1]] if weights else [])]
-    if adapted:
-        sizes += [x.shape[-1], inner]
-    kept = [x.new_empty(visits, size) for size in sizes]
+    kept = [x.new_empty(visits, size) for size in ([x.shape[-1], inner] if adapted else [])]
+    kept.append(x.new_empty(visits, activation, dtype=torch.uint8))
+    if weights:
+        kept += [x.new_empty(visits, dtype=torch.int64) for _ in range(2)]
+        kept.append(x.new_empty(visits, x.shape[-1], dtype=torch.float32))
     ctx.counts = len(weights), len(banks)
     ctx.index = len(index)
     ctx.banks = [bank.requires_grad for bank in banks]
@@ -182,9 +185,8 @@ def replaced(owner: nn.Module, kinds: list[Kind]) -> Iterator[None]:
                 if moe.layout != "stacked":
                     continue
                 module: Any = kind.module.get_submodule(moe.experts)
-                *ups, down = moe.banks
-                up = sum(bank.out_features for bank in ups)
-                forward = _experts_forward(module, [up, down.in_features])
+                sizes = [_activation_bytes(module, moe), moe.intermediate_size]
+                forward = _experts_forward(module, sizes)
                 stack.enter_context(mock.patch.object(module, "forward", forward))
         yield
 
@@ -245,12 +247,34 @@ FUNCTIONS: dict[str, Callable] = {
 """By the name under which transformers' models call them."""
 
 
-def _experts_forward(module: nn.Module, widths: list[int]) -> Callable:
+def _activation_bytes(module: Any, moe: Moe) -> int:
+    """What autograd keeps, a visit, of the activation between the banks, its input included."""
+    halves = 2 if moe.gated else 1
+    rows = torch.empty(1, halves * moe.intermediate_size, dtype=torch.bfloat16, device="meta")
+    rows.requires_grad_(True)
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        if moe.gated and hasattr(module, "_apply_gate"):
+            module._apply_gate(rows)
+        else:
+            gate, *up = rows.chunk(halves, dim=-1)
+            activation = getattr(module, "act_fn", nn.functional.silu)
+            result = activation(gate) * up[0] if up else activation(gate)
+            del result
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def _experts_forward(module: nn.Module, sizes: list[int]) -> Callable:
     def forward(hidden_states: Tensor, *routing: Tensor, **named: Tensor) -> Tensor:
         given = [t for t in (*routing, *named.values()) if isinstance(t, Tensor)]
         index = [t for t in given if not t.is_floating_point()]
         weights = [t for t in given if t.is_floating_point()]
         banks = list(module.parameters())
-        return experts(hidden_states, index, weights, banks, widths)  # type: ignore[return-value]
+        return experts(hidden_states, index, weights, banks, sizes)  # type: ignore[return-value]
 
     return forward

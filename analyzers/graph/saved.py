@@ -98,6 +98,8 @@ class _Measuring(Runner):
     def run_node(self, n: fx.Node) -> Any:
         self._current = n
         result = super().run_node(n)
+        if isinstance(result, int):
+            return result
         source = n.op == "placeholder" and carries_gradient(n, result)
         if source or any(node in self._from_input for node in n.all_input_nodes):
             self._from_input.add(n)
