@@ -24,6 +24,11 @@ CASES = {
         "skew": True,
     },
     "tied-embeddings": {"plan": plan_for(4, ep=2), "model": "tied"},
+    # Experts in a latent space, read packed; a bank of block starts that layers recompute from.
+    "kimi-k3-ep4-checkpointing": {
+        "plan": plan_for(4, ep=4, activation_checkpointing="full"),
+        "model": "kimi-k3",
+    },
     "expert-list-ep2": {"plan": plan_for(4, ep=2), "model": "unseen"},
     "expert-list-ep4-starved": {"plan": plan_for(4, ep=4), "model": "unseen", "skew": True},
     "fault-scaled": {"plan": plan_for(4, ep=2), "fault": "scaled"},
@@ -41,6 +46,8 @@ def results(tmp_path_factory, small_model, small_analysis):
     write_run(run / "kimi-linear", small_model, plan_for(4), small_analysis)
     tied = save_small("qwen3_next", run / "tied-model", tie_word_embeddings=True)
     write_run(run / "tied", tied, plan_for(4), analyze(tied))
+    packed = EXAMPLES / "models" / "tiny-kimi-k3"
+    write_run(run / "kimi-k3", packed, plan_for(4), analyze(packed))
     unseen = EXAMPLES / "models" / "tiny-unseen-moe"
     own_code = analyze(unseen, trust_remote_code=True)
     write_run(run / "unseen", unseen, plan_for(4), own_code, trust_remote_code=True)
