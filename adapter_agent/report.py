@@ -7,19 +7,23 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from adapter_agent import figures
+from adapter_agent import anatomy, figures
+from adapter_agent.block_figure import block_figure
 from adapter_agent.run_directory import RunDirectory
 from adapter_agent.words import count, layer_legend, layer_pattern, parameters_by_part, shape, size
 from analyzers.documents import read_document, write_text
 
 if TYPE_CHECKING:
-    from analyzers.schema import ModelAnalysis
+    from analyzers.schema import Block, ModelAnalysis
     from codegen.schema import OperatorChoice, OperatorMap
     from runtime.schema import StepMetrics
     from strategies.schema import Plan
 
 COMMENT_LIMIT = 65_536
 """Characters that a comment on a pull request may have."""
+
+DIFFERENCES = 20
+"""Tensors that are named when they are not as the config says."""
 
 T = TypeVar("T")
 
@@ -74,6 +78,12 @@ def gather(run: RunDirectory) -> dict[str, Any]:
         "analysis": analysis,
         "pattern": layer_pattern(analysis) if analysis else "",
         "legend": layer_legend(analysis) if analysis else "",
+        "facts": anatomy.facts(analysis) if analysis else [],
+        "differences": anatomy.differences(analysis, DIFFERENCES) if analysis else [],
+        "shares": anatomy.shares(analysis) if analysis else [],
+        "fusable": anatomy.fusable(analysis) if analysis else [],
+        "length": anatomy.length_of(analysis) if analysis else 0,
+        "blocks": _blocks(analysis) if analysis else [],
         "operators": operators,
         "choices": _choices(operators) if operators else [],
         "kernels": _document(KernelSet, run / "kernels/manifest.json"),
@@ -90,6 +100,15 @@ def gather(run: RunDirectory) -> dict[str, Any]:
 
 def _document(cls: type[T], path: Path) -> T | None:
     return read_document(cls, path) if path.is_file() else None
+
+
+def _blocks(analysis: ModelAnalysis) -> list[tuple[Block, str]]:
+    """The kinds of layers with the figure of each graph."""
+    return [
+        (block, block_figure(block.graph, label=f"Graph of {block.kind}"))
+        for block in analysis.blocks
+        if block.graph and block.graph.nodes
+    ]
 
 
 def _choices(operators: OperatorMap) -> list[tuple[OperatorChoice, int]]:
@@ -110,9 +129,10 @@ def _figures(
     if analysis:
         layers = [(layer.mixer, layer.feed_forward) for layer in analysis.layers]
         made["layers"] = figures.layer_strip(layers, label="Layers by mixer and feed-forward")
-        sizes = {name: n / 1e6 for name, n in parameters_by_part(analysis).items()}
+        scale, unit = (1e9, "B") if analysis.parameters.total >= 1e10 else (1e6, "M")
+        sizes = {name: n / scale for name, n in parameters_by_part(analysis).items()}
         made["parameters"] = figures.stacked_bar(
-            _spaced(sizes), whole=sum(sizes.values()), unit="M", label="Parameters by part"
+            _spaced(sizes), whole=sum(sizes.values()), unit=unit, label="Parameters by part"
         )
     if plan:
         memory = plan.predicted.memory_gib

@@ -11,11 +11,14 @@ from analyzers.schema import (
     Block,
     Checkpoint,
     Experts,
+    Graph,
+    GraphNode,
     Layer,
     ModelAnalysis,
     Operator,
     Parameters,
     Part,
+    Region,
     Work,
 )
 from codegen.schema import Gate, Kernel, KernelSet, OperatorChoice, OperatorMap
@@ -48,6 +51,41 @@ def layers(pattern: str) -> list[Layer]:
     ]
 
 
+def graph() -> Graph:
+    """A norm with its projection, and a chain beside them."""
+
+    def node(name: str, operator: str, inputs: list[str], region: str | None = None) -> GraphNode:
+        path = name.rpartition(".")[0]
+        return GraphNode(
+            name=name, operator=operator, path=path, part="mixer", inputs=inputs, region=region
+        )
+
+    first, second = "norm_projection_0", "pointwise_chain_0"
+    return Graph(
+        nodes=[
+            node("input_layernorm.rms_norm", "rms_norm", [], first),
+            node("self_attn.q_proj.linear", "linear", ["input_layernorm.rms_norm"], first),
+            node("self_attn.kda", "kda", ["self_attn.q_proj.linear"]),
+            node("self_attn.mul", "aten.mul.Tensor", ["self_attn.kda"], second),
+            node("add", "aten.add.Tensor", ["self_attn.mul"], second),
+        ],
+        regions=[
+            Region(
+                name=first,
+                kind="norm_projection",
+                nodes=["input_layernorm.rms_norm", "self_attn.q_proj.linear"],
+                bytes_avoided=Work(per_token=512),
+            ),
+            Region(
+                name=second,
+                kind="pointwise_chain",
+                nodes=["self_attn.mul", "add"],
+                bytes_avoided=Work(per_token=256, per_pair=0.5),
+            ),
+        ],
+    )
+
+
 def analysis(pattern: str = "kKKMKKKM") -> ModelAnalysis:
     return ModelAnalysis(
         model_type="kimi_linear",
@@ -70,6 +108,8 @@ def analysis(pattern: str = "kKKMKKKM") -> ModelAnalysis:
                 parts=[_part("mixer", 60_000), _part("routed_experts", 290_000)],
                 linears=[],
                 banks=[],
+                mixer_attributes={"heads": 4, "key_dim": 32, "rope": False},
+                graph=graph(),
             )
         ],
         outer=[_part("embedding", 65_536), _part("head", 65_536)],

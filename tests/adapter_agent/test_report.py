@@ -26,10 +26,20 @@ def test_the_page_has_every_section_and_figure(finished):
     page = (finished / "report.html").read_text()
     ids = re.findall(r'<section id="(\w+)">', page)
     assert ids == SECTIONS
-    for label in ("Layers", "Parameters", "Memory", "Step time", "Training loss", "Tokens per"):
+    for label in (
+        *("Layers", "Parameters", "Graph of kda+moe", "Memory", "Step time"),
+        *("Training loss", "Tokens per"),
+    ):
         assert f'aria-label="{label}' in page
     for text in ("ep_invariance", "kda.py", "approved", "slower all-gather", "3: memory"):
         assert text in page
+
+
+def test_the_page_tells_structure_costs_and_regions(finished):
+    page = (finished / "report.html").read_text()
+    for text in ("8 layers: 4 heads, key dim 32, no rope", "What one kernel could do"):
+        assert text in page
+    assert "Graph of <code>kda+moe</code>, 8 layers: 5 calls, 2 regions" in page
 
 
 def test_the_page_asks_nothing_of_a_network(finished):
