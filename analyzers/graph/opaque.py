@@ -70,7 +70,7 @@ def _define(
 
 kda = _define("kda")
 gated_delta_rule = _define("gated_delta_rule")
-gated_linear_attention = _define("gated_linear_attention")
+gla = _define("gla")
 lightning_attention = _define("lightning_attention")
 mlstm = _define("mlstm")
 rg_lru = _define("rg_lru")
@@ -82,7 +82,7 @@ attention = _define("attention", keeps_output=True)
 
 WHOLE: dict[str, Any] = {
     name: getattr(torch.ops.analyzers, name).default
-    for name in ("gated_linear_attention", "lightning_attention", "mlstm")
+    for name in ("gla", "lightning_attention", "mlstm")
 }
 """Operators that a mixer's own forward may spell out, by the name of the mixer's operator."""
 
