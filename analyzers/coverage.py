@@ -91,7 +91,7 @@ def enumerate_architectures() -> tuple[list[Architecture], list[Excluded]]:
     found: dict[str, Architecture] = {}
     excluded: list[Excluded] = []
     for model_type, config_class in types.items():
-        signs = _signs(_modeling_module(config_class)) or _borrowed_signs(config_class)
+        signs = _type_signs(config_class)
         if not signs:
             continue
         classes = models.candidates(config_class)
@@ -119,11 +119,15 @@ def _parts(config_class: type[PreTrainedConfig]) -> Iterator[str]:
         yield from _parts(part)
 
 
-def _borrowed_signs(config_class: type[PreTrainedConfig]) -> tuple[str, ...]:
-    """The signs of what a type takes from another: its class, or its default text model."""
-    for cls in models.candidates(config_class):
-        if signs := _signs(cls.__module__):
-            return signs
+def _type_signs(config_class: type[PreTrainedConfig]) -> tuple[str, ...]:
+    """The signs of a type's own code or, where it has none, of the class or of the default text
+    model that it takes from another type."""
+    module = _modeling_module(config_class)
+    if signs := _signs(module):
+        return signs
+    if _source(module) is None:
+        classes = models.candidates(config_class)
+        return next((signs for c in classes if (signs := _signs(c.__module__))), ())
     if "text_config" not in (getattr(config_class, "sub_configs", None) or {}):
         return ()
     try:
@@ -137,22 +141,30 @@ def _modeling_module(config_class: type) -> str:
     return config_class.__module__.replace(".configuration_", ".modeling_")
 
 
+def _source(module: str) -> Path | None:
+    try:
+        spec = importlib.util.find_spec(module)
+    except ImportError:  # a package that is not there
+        return None
+    return Path(spec.origin) if spec and spec.origin else None
+
+
 @functools.cache
 def _signs(module: str) -> tuple[str, ...]:
     """The signs among the identifiers that a modelling module defines or sets."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except ImportError:  # a config without modelling code
-        return ()
-    if spec is None or spec.origin is None:
-        return ()
+    source = _source(module)
+    text = source.read_text(encoding="utf-8") if source else ""
+    forms = {sign: re.compile(form) for sign, form in SIGNS.items()}
+    words = set(re.findall(r"\w+", text))
+    if not any(form.fullmatch(word) for form in forms.values() for word in words):
+        return ()  # parsing takes a while, and most have none
     names: set[str] = set()
-    for node in ast.walk(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             names.add(node.attr)
-    return tuple(s for s, form in SIGNS.items() if any(re.fullmatch(form, n) for n in names))
+    return tuple(s for s, form in forms.items() if any(form.fullmatch(n) for n in names))
 
 
 # -------------------------------------------------------------------------------------- analysis

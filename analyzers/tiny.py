@@ -29,8 +29,13 @@ LAYERS = 2  # of a stack whose layers are alike
 Level = dict[str, Any]
 
 OVERRIDES: dict[str, Level] = {
-    "dbrx": {"attn_config.rope_theta": 10000.0},  # read by its code, not in its defaults
-    "deepseek_ocr2": {"text_config.mlp_layer_types": ["dense", "sparse"]},
+    # Read by its code, not in its defaults.
+    "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
+    "deepseek_ocr2": {
+        "text_config.mlp_layer_types": ["dense", "sparse"],
+        "text_config.num_experts_per_tok": TOP_K,
+    },
+    "deepseek_v2": {"num_experts_per_tok": TOP_K, "mlp_layer_types": ["dense", "sparse"]},
     "deepseek_v4": {
         "num_hidden_layers": 4,
         "layer_types": [
@@ -124,6 +129,7 @@ OVERRIDES: dict[str, Level] = {
     "recurrent_gemma": {"num_hidden_layers": 3},  # its pattern of three
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [HIDDEN // 4, 3 * HIDDEN // 4]},
     "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+    "unlimited_ocr": {"text_config.num_experts_per_tok": TOP_K},
     "xlstm": {"num_blocks": 2, "embedding_dim": HIDDEN},
     # The weights of later hybrid layers are tied to the first.
     "zamba": {
