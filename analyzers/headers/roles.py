@@ -22,6 +22,8 @@ FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack", "qkv", "wqkv
 OUTPUT = ("o_proj", "out_proj", "wo", "dense", "c_proj", "o", "proj", "out_lin")
 OUTPUT_GATE = ("g_proj", "output_gate", "gate_proj")
 OUTPUT_NORM = ("g_norm", "o_norm", "norm", "out_norm")
+LATENT_DOWN = ("kv_a_proj_with_mqa", "kv_a_proj", "wkv_a")
+LATENT_UP = ("kv_b_proj", "wkv_b")
 SINKS = ("sinks", "attention_sink_bias", "sink")
 GATED = ("kda", "gated_delta_net", "mamba2", "lightning", "gla")
 """Mixers whose output norm is gated."""
@@ -66,7 +68,7 @@ def mixer_of(module: nn.Module, config: GenericConfig, kind: str) -> Mixer | Non
     if "A_log" in vectors and "dt_bias" in vectors:
         decays = "D" in vectors and _conv_channels(module) > 0
         return _mamba2(module, config, out) if decays else _delta_rule(module, config, out)
-    if "kv_b_proj" in children:
+    if _first(children, LATENT_UP) is not None:
         return _latent_attention(children, config, out)
     query, fused = _first(children, QUERY), _first(children, FUSED)
     if query is None and fused is None:
@@ -156,8 +158,8 @@ def _attention(
 def _latent_attention(
     children: dict[str, nn.Module], config: GenericConfig, out: nn.Linear
 ) -> Mixer:
-    up, query = children["kv_b_proj"], _first(children, ("q_b_proj", *QUERY))
-    rank = up.in_features if isinstance(up, nn.Linear) else config.kv_lora_rank or 0
+    up, query = _first(children, LATENT_UP), _first(children, ("q_b_proj", "wq_b", *QUERY))
+    rank = up.in_features if up is not None else 0
     heads = config.num_attention_heads or config.num_key_value_heads
     if not heads:  # v_head_dim is all that is left to tell it
         heads = out.in_features // (config.v_head_dim or GUESSED_HEAD) or 1
@@ -171,7 +173,7 @@ def _latent_attention(
         "latent_dim": rank,
         "rope": config.text.get("mla_use_nope") is not True,
     }
-    down = _first(children, ("kv_a_proj_with_mqa", "kv_a_proj"))
+    down = _first(children, LATENT_DOWN)
     if attributes["rope"] and down is not None and down.out_features > rank:
         attributes["rope_dim"] = down.out_features - rank
     if _first(children, OUTPUT_GATE):

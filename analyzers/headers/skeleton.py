@@ -26,7 +26,10 @@ EXPERT = re.compile(
 )
 LAST = ("down", "w2", "fc2", "wo", "c_proj", "output")
 """Parts of names of an expert's last matrix."""
-EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embeddings", "embed_in")
+EMBEDDINGS = (
+    *("embed_tokens", "tok_embeddings", "word_embeddings"),
+    *("embeddings", "embed", "embed_in", "wte"),
+)
 UNTRAINED = ("correction_bias", "expert_bias", "tid2eid", "inv_freq")
 MAX_DEPTH = 24
 MAX_ELEMENTS = 2**62

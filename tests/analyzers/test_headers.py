@@ -2,13 +2,14 @@
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from analyzers import analyze, models
+from analyzers import analyze, costs, models
 from analyzers.checkpoint import TensorInfo, open_checkpoint
 from analyzers.errors import InputError
 from analyzers.headers import GenericConfig, infer_model
@@ -91,6 +92,16 @@ def parameters(model) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+def work(model) -> dict[str, float]:
+    """FLOPs, bytes and saved bytes of all layers at 4096 tokens, by operator."""
+    found = Counter()
+    for kind in kinds(model):
+        for call in costs.block_calls(kind, model.config.get_text_config()):
+            quantities = (call.forward.flops, call.forward.bytes, call.saved)
+            found[call.operator] += len(kind.layers) * sum(q.at(4096) for q in quantities)
+    return found
+
+
 def assert_same_experts(found, expected):
     ours, theirs = (next((k.moe for k in ks if k.moe), None) for ks in (found, expected))
     assert ours is not None
@@ -131,6 +142,7 @@ def test_tensor_names_give_what_the_class_builds(name, built, tmp_path):
         return
     assert layers(found) == layers(expected)
     assert_same_mixers(found, expected)
+    assert work(skeleton) == {n: w for n, w in work(model).items() if n != "attention_residual"}
 
 
 @pytest.mark.parametrize(
@@ -190,6 +202,46 @@ def test_without_a_head_the_embedding_is_one(said, tied):
     assert (head is not None and head.weight is table.weight) == tied
     assert any("no output head" in note for note in skeleton.notes) != tied
     assert parameters(skeleton) == 20 * 8 + 64
+
+
+def test_the_decoder_of_a_multimodal_checkpoint_is_found():
+    layer = {f"attn.{p}_proj.weight": (8, 8) for p in "qkvo"} | {"mlp.up_proj.weight": (64, 8)}
+    text = {f"language_model.model.layers.{i}.{n}": s for i in range(2) for n, s in layer.items()}
+    tower = {f"vision_tower.blocks.{i}.qkv.weight": (24, 8) for i in range(3)}
+    outer = {
+        "language_model.model.embed_tokens.weight": (20, 8),
+        "language_model.lm_head.weight": (20, 8),
+        "vision_tower.patch_embed.proj.weight": (8, 3, 2, 2),
+    }
+    data = {"vision_config": {"hidden_size": 8}, "text_config": {"num_attention_heads": 2}}
+    skeleton = infer_model(GenericConfig(data, "m", "no class"), headers(text | tower | outer))
+    assert [(k.layers, k.mixer) for k in kinds(skeleton)] == [([0, 1], "full_attention")]
+    assert (skeleton.config.hidden_size, skeleton.config.vocab_size) == (8, 20)
+    assert not skeleton.config.tie_word_embeddings
+
+
+def test_names_of_the_original_deepseek_code():
+    """`wq_b`, `wkv_a`, `wkv_b`, `wo`, `ffn`, `embed`: not those of any transformers class."""
+    attention = {"wq_a": (6, 8), "wq_b": (20, 6), "wkv_a": (9, 8), "wkv_b": (16, 7), "wo": (8, 8)}
+    layer = {f"attn.{name}.weight": shape for name, shape in attention.items()}
+    layer |= {"ffn.gate.weight": (3, 8)}
+    for e in range(3):
+        layer |= {f"ffn.experts.{e}.w{i}.weight": (4, 8) for i in (1, 3)}
+        layer |= {f"ffn.experts.{e}.w2.weight": (8, 4)}
+    shapes = {f"layers.{i}.{n}": s for i in range(2) for n, s in layer.items()}
+    shapes |= {"embed.weight": (20, 8), "head.weight": (20, 8), "norm.weight": (8,)}
+    skeleton = infer_model(GenericConfig({"n_heads": 2}, "m", "no class"), headers(shapes))
+    (kind,) = kinds(skeleton)
+    assert (kind.mixer, kind.moe.count) == ("mla", 3)
+    assert kind.mixers[0].attributes == {
+        "heads": 2,
+        "kv_heads": 2,
+        "key_dim": 10,
+        "value_dim": 4,
+        "latent_dim": 7,
+        "rope": True,
+        "rope_dim": 2,
+    }
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -109,7 +109,7 @@ class UnseenMoeGatedLinearAttention(nn.Module):
         return self.o_proj((self.g_norm(o) * gate).flatten(2))
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -132,8 +132,12 @@ class UnseenMoeAttention(nn.Module):
         self, hidden_states: Tensor, attention_mask: Tensor | None, cos: Tensor, sin: Tensor
     ) -> Tensor:
         heads = (*hidden_states.shape[:2], -1, self.head_dim)
-        q = rotate(self.q_norm(self.q_proj(hidden_states).view(heads)).transpose(1, 2), cos, sin)
-        k = rotate(self.k_norm(self.k_proj(hidden_states).view(heads)).transpose(1, 2), cos, sin)
+        q = apply_rotary_pos_emb(
+            self.q_norm(self.q_proj(hidden_states).view(heads)).transpose(1, 2), cos, sin
+        )
+        k = apply_rotary_pos_emb(
+            self.k_norm(self.k_proj(hidden_states).view(heads)).transpose(1, 2), cos, sin
+        )
         v = self.v_proj(hidden_states).view(heads).transpose(1, 2)
         o = F.scaled_dot_product_attention(
             q,
