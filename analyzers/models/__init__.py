@@ -160,7 +160,9 @@ def build_on_meta(config: PreTrainedConfig, *, dtype: torch.dtype | None = None)
                 config = config.get_text_config()
             kwargs = {} if dtype is None else {"dtype": dtype}
             with torch.device("meta"), initialization.no_init_weights():
-                return cls._from_config(config, **kwargs)
+                model = cls._from_config(config, **kwargs)
+            model.tie_weights()  # part of the initialisation that is left out
+            return model
     except Exception as e:  # model classes raise anything on values that do not go together
         first = str(e).strip().partition("\n")[0] or type(e).__name__
         raise InputError(where, fault=f"{name} cannot be built: {first:.300}") from e
