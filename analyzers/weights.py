@@ -121,6 +121,8 @@ class _Check:
     """Dimensions as needed and as stored, where they differ."""
     fitting: set[int] = field(default_factory=set)
     """Dimensions that are as needed."""
+    incomplete: set[str] = field(default_factory=set)
+    """Model tensors some of whose sources are missing or too many."""
 
     def missing(self) -> Iterator[Difference]:
         """Tensors that nothing makes, sources that a sister layer has, experts of a bank."""
@@ -147,6 +149,7 @@ class _Check:
             for pattern in sister.sources.keys() - recipe.sources.keys():
                 if recipe.converter is None or recipe.converter is not sister.converter:
                     continue
+                self.incomplete.add(recipe.name)
                 for name in sister.sources[pattern]:
                     gone = self._renumbered(name, sister.name, recipe.name)
                     detail = f"is not in the checkpoint, {recipe.name} needs it"
@@ -161,6 +164,7 @@ class _Check:
         for names in recipe.sources.values():
             if len(names) == count:
                 continue
+            self.incomplete.add(recipe.name)
             gone = _gaps(names, count)
             if gone is None:
                 detail = f"stored for {len(names)} experts, the model has {count}"
@@ -175,6 +179,8 @@ class _Check:
     def shapes(self) -> Iterator[Difference]:
         """Tensors of another shape than their sisters, or than the model needs."""
         made: dict[tuple, Shape | str | None] = {}
+        right: dict[tuple, dict[str, Shape]] = {}
+        misfits: list[tuple[Recipe, dict[str, Shape], Shape | str]] = []
         told: set[str] = set()
         for recipe in self.conversion.recipes.values():
             shapes: dict[str, Shape] = {}
@@ -187,17 +193,33 @@ class _Check:
                         told.add(name)
                         detail = f"{_shown(tensor)}, its sisters as {list(usual)}"
                         yield Difference(tensor=tensor.parts[0], kind="shape", detail=detail)
-            needed = tuple(self.expected[recipe.name].shape)
+            needed = self._needed(recipe)
             counts = [len(names) for names in recipe.sources.values()]
             key = (_family(recipe.name), id(recipe.converter), *shapes.items(), *counts, needed)
             if key not in made:
-                made[key] = self._made(recipe, shapes, needed)
-            if (shape := made[key]) == needed:
+                made[key] = self._made(recipe, shapes)
+            shape = made[key]
+            if shape is not None and shape != needed:
+                misfits.append((recipe, shapes, shape))
+            elif shape == needed and recipe.name not in self.incomplete:
+                right[_family(recipe.name), needed] = shapes
                 self.fitting.update(needed)
-            elif shape is not None:
-                yield self._misfit(recipe, shape, needed)
+        for recipe, shapes, shape in misfits:
+            sisters = right.get((_family(recipe.name), self._needed(recipe)))
+            if recipe.converter is None or not sisters or sisters.keys() != shapes.keys():
+                if recipe.name not in self.incomplete:
+                    yield self._misfit(recipe, shape)
+                continue
+            for pattern, names in recipe.sources.items():
+                if shapes[pattern] != sisters[pattern]:
+                    tensor = self.stored.tensors[names[0]]
+                    detail = f"{_shown(tensor)}, its sisters as {list(sisters[pattern])}"
+                    yield Difference(tensor=tensor.parts[0], kind="shape", detail=detail)
 
-    def _made(self, recipe: Recipe, shapes: dict[str, Shape], needed: Shape) -> Shape | str | None:
+    def _needed(self, recipe: Recipe) -> Shape:
+        return tuple(self.expected[recipe.name].shape)
+
+    def _made(self, recipe: Recipe, shapes: dict[str, Shape]) -> Shape | str | None:
         """The shape that a recipe makes of tensors of these shapes, or what the conversion says;
         None when it cannot run without data."""
         import torch
@@ -217,9 +239,10 @@ class _Check:
             shape = tuple(run.convert(read, self.model).shape)
         except InputError as e:
             return None if isinstance(e.__cause__, NotImplementedError) else e.fault
-        return (needed[0], *shape[1:]) if by_expert else shape
+        return (self._needed(recipe)[0], *shape[1:]) if by_expert else shape
 
-    def _misfit(self, recipe: Recipe, shape: Shape | str, needed: Shape) -> Difference:
+    def _misfit(self, recipe: Recipe, shape: Shape | str) -> Difference:
+        needed = self._needed(recipe)
         first = self.stored.tensors[recipe.names[0]]
         if isinstance(shape, str):
             detail = f"{_shown(first)} {shape}, the model needs {list(needed)}"

@@ -27,6 +27,8 @@ class TrimHeads(ConversionOps):
         (tensors,) = input_dict.values()
         tensor = tensors[0] if isinstance(tensors, list) else tensors
         heads = kwargs["config"].get_text_config().linear_num_heads
+        if tensor.numel() not in (heads, heads + -heads % HEAD_MULTIPLE):
+            raise ValueError(f"{tensor.numel()} values for {heads} heads")
         return {target_patterns[0]: tensor.reshape(-1)[:heads].contiguous()}
 
     @property
