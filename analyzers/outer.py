@@ -197,7 +197,7 @@ def residual(model: PreTrainedModel, kinds: list[Kind]) -> Residual:
     state = BF16 * text.hidden_size
     classes = {type(m).__name__ for kind in kinds for m in kind.module.modules()}
     if any("AttentionResidual" in name for name in classes):
-        block = text.attn_res_block_size
+        block = first_of(text, "attn_res_block_size", "n_layers_per_attn_res_block")
         layers = sum(len(kind.layers) for kind in kinds)
         starts = -(-layers // block)
         carried = (1 + starts) * state
