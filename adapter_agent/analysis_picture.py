@@ -104,19 +104,20 @@ def _layers(a: ModelAnalysis) -> RenderableType:
     names = letters(a)
     styles = {mixer: STYLES[i % len(STYLES)] for i, mixer in enumerate(names)}
     every = a.residual.cut_multiple if a.residual else 1
-    strip, feeds = Text(overflow="fold"), {layer.feed_forward for layer in a.layers}
+    routed = any(layer.feed_forward == "moe" for layer in a.layers)
+    small = [routed and layer.feed_forward == "dense" for layer in a.layers]
+    strip, legend = Text(overflow="fold"), Text()
     for i, layer in enumerate(a.layers):
         if i and every > 1 and i % every == 0:
             strip.append("|", "dim")
-        small = layer.feed_forward != "moe" and "moe" in feeds
         letter = names[layer.mixer]
-        strip.append(letter.lower() if small else letter, styles[layer.mixer])
-    legend = Text()
+        strip.append(letter.lower() if small[i] else letter, styles[layer.mixer])
     for mixer, letter in names.items():
         times = sum(layer.mixer == mixer for layer in a.layers)
-        legend.append(letter, styles[mixer]).append(f" {mixer.replace('_', ' ')} x {times}   ")
-    if len(feeds) > 1 and "moe" in feeds:
-        legend.append("small: no experts   ", "dim")
+        name = "no mixer" if mixer == "none" else mixer.replace("_", " ")
+        legend.append(letter, styles[mixer]).append(f" {name} x {times}   ")
+    if any(small):
+        legend.append("small: dense feed-forward   ", "dim")
     if every > 1 and len(a.layers) > every:
         legend.append("|: a pipeline may cut", "dim")
     return _section("Layers", Group(strip, legend), layer_pattern(a))

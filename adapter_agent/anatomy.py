@@ -133,7 +133,7 @@ def _facts(a: ModelAnalysis) -> Iterator[tuple[str, str]]:
 def mixers(analysis: ModelAnalysis) -> Iterator[tuple[str, str]]:
     """Each mixer with its attributes: `kda`, `69 layers: 96 heads, key dim 128, ...`."""
     layers: Counter[tuple[str, str]] = Counter()
-    for block in analysis.blocks:
+    for block in (b for b in analysis.blocks if b.mixer != "none"):
         layers[block.mixer, attributes(block.mixer_attributes)] += len(block.layers)
     for (mixer, words), times in layers.items():
         number = f"{times} layer{'s' * (times > 1)}"

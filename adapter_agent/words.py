@@ -11,11 +11,16 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
+def _three(value: float) -> str:
+    """Three digits, or four without an exponent."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
+
+
 def count(n: float) -> str:
     """A count for people: `2.78 T`, `104 B`, `7.1 M`."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if n >= size:
-            return f"{n / size:.3g} {letter}"
+            return f"{_three(n / size)} {letter}"
     return f"{n:.0f}"
 
 
@@ -23,7 +28,7 @@ def size(n: float) -> str:
     """Bytes for people: `1.42 TiB`, `5.71 MiB`."""
     for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
         if n >= 2**power:
-            return f"{n / 2**power:.3g} {unit}"
+            return f"{_three(n / 2**power)} {unit}"
     return f"{n:.0f} B"
 
 
@@ -45,12 +50,12 @@ def shape(plan: Plan | Alternative) -> str:
 
 
 def letters(analysis: ModelAnalysis) -> dict[str, str]:
-    """Mixer -> the first letter of its name that no earlier mixer took."""
+    """Mixer -> the first letter of its name that no earlier mixer took; a dash for none."""
     found: dict[str, str] = {}
     for layer in analysis.layers:
         if layer.mixer not in found:
             free = (c for c in layer.mixer.upper() if c.isalpha() and c not in found.values())
-            found[layer.mixer] = next(free, "?")
+            found[layer.mixer] = "-" if layer.mixer == "none" else next(free, "?")
     return found
 
 

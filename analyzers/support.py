@@ -17,6 +17,7 @@ from analyzers.schema import ModelAnalysis
 # transformers' loop over chunks for them, hundreds of calls in the place of one.
 FORMS = {
     "linear": ("mm", "addmm"),
+    "stacked_linear": ("bmm",),
     "embedding": ("embedding",),
     "scaled_dot_product_attention": ("_fused_sdp_choice",),
     "experts": ("_grouped_mm", "sort", "index.Tensor"),
@@ -26,6 +27,7 @@ FORMS = {
     "layer_norm": ("native_layer_norm",),
     "short_convolution": ("convolution", "silu"),
     "gated_activation": ("silu", "mul.Tensor"),
+    "activation": ("relu", "silu", "gelu"),
     "rotary": ("mul.Tensor", "neg", "cat", "add.Tensor"),
     "l2_norm": ("mul.Tensor", "sum.dim_IntList", "rsqrt"),
     "hyper_connection": ("mm", "sigmoid", "sum.dim_IntList", "div.Tensor"),

@@ -70,12 +70,16 @@ def packet(node: fx.Node) -> str:
 
 def is_layout(node: fx.Node) -> bool:
     """Whether the call only views its input: it moves no data (a reshape may, and counts too)."""
-    if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
+    if _is_getitem(node):
         return True
     if not packet(node) or packet(node) in CASTS | COPIES:
         return False
     returns = node.target._schema.returns  # pyright: ignore
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _is_getitem(node: fx.Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
 
 
 def is_mutating(node: fx.Node) -> bool:
@@ -324,6 +328,8 @@ def _components(
 
 def _outline(graph_module: fx.GraphModule, groups: list[tuple[list[fx.Node], str]]) -> None:
     """Moves each group into a submodule; the call of it carries the operator's name."""
+    if not groups:
+        return
     position = {node: i for i, node in enumerate(graph_module.graph.nodes)}
     writes = [node for node in position if is_mutating(node)]
     number = sum(node.op == "call_module" for node in graph_module.graph.nodes)
@@ -346,7 +352,7 @@ def _outline(graph_module: fx.GraphModule, groups: list[tuple[list[fx.Node], str
         call = next(n for n in ordered[-1].graph.nodes if n.target == target)
         call.meta.update(meta, operator=name, val=values[0] if len(values) == 1 else tuple(values))
         for item in call.users:
-            if is_layout(item):  # picks one of several results
+            if _is_getitem(item):  # picks one of several results
                 item.meta["operator"] = "getitem"
         erase_nodes(graph_module, ordered)
         number += 1

@@ -32,7 +32,8 @@ def test_the_picture_fits_and_has_every_section(width):
 def test_every_layer_is_a_letter_and_cuts_are_bars():
     lines = [line.strip() for line in picture(80).splitlines()]
     assert "kKKM|KKKM" in lines
-    assert any(line.startswith("K kda x 6   M mla x 2   small: no experts") for line in lines)
+    legend = "K kda x 6   M mla x 2   small: dense feed-forward   |: a pipeline may cut"
+    assert legend in lines
     free = picture(80, replace(ANALYSIS, residual=None))
     assert "kKKMKKKM" in free
     assert "a pipeline may cut" not in free

@@ -42,6 +42,13 @@ def test_mixers_with_one_first_letter_get_different_letters():
     assert layer_legend(samples.analysis()) == "K kda, M mla; dense feed-forward in layer 0"
 
 
+def test_layers_without_a_mixer_are_dashes():
+    layers = [replace(x, mixer="none" if x.index % 2 else "mamba2") for x in samples.layers("KKKK")]
+    analysis = replace(samples.analysis(), layers=layers)
+    assert layer_pattern(analysis) == "M- x2"
+    assert layer_legend(analysis) == "M mamba2, - none"
+
+
 def test_numbers_for_people():
     assert [count(n) for n in (2_780_000_000_000, 104e9, 7_100_000, 896)] == [
         "2.78 T",
@@ -49,6 +56,7 @@ def test_numbers_for_people():
         "7.1 M",
         "896",
     ]
+    assert (count(999_900), size(1_045_000)) == ("1000 k", "1021 KiB")
     assert [size(n) for n in (1_560_000_000_000, 6_000_000, 12)] == ["1.42 TiB", "5.72 MiB", "12 B"]
 
 
