@@ -179,6 +179,7 @@ def test_the_analysis_says_which_layers_select_keys(tmp_path):
     data["text_config"] = text_config(dsa_config=DSA)
     (tmp_path / "config.json").write_text(json.dumps(data))
     analysis = analyze(tmp_path)
+    assert analysis.fidelity == "traced", analysis.fidelity_reason
     found = [layer.index + 1 for layer in analysis.layers if layer.mixer == "sparse_topk"]
     assert found == DSA["dsa_layers"]
     assert {layer.mixer for layer in analysis.layers} == {"kda", "sparse_topk"}

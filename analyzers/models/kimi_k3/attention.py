@@ -226,14 +226,17 @@ class KimiK3Attention(KimiLinearAttention):
 
         implementation = self.config._attn_implementation or "eager"
         if self.indexer is not None:
-            if implementation not in ("eager", "sdpa"):
+            if implementation.startswith(("flash_attention", "flex_attention")):
                 raise ValueError(
                     f"attn_implementation '{implementation}' does not keep to the keys that an indexer "
                     "selects; use 'sdpa' or 'eager'"
                 )
             assert attention_mask is not None
             selected = self.indexer(hidden_states, query_latent, attention_mask, cache)
-            attention_mask = mask_unselected(attention_mask, selected)
+            if implementation in ("eager", "sdpa"):
+                attention_mask = mask_unselected(attention_mask, selected)
+            else:  # as transformers calls kernels for sparse attention
+                kwargs["indices"] = selected
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             implementation, eager_attention_forward
         )
