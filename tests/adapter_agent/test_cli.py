@@ -402,6 +402,12 @@ def test_json_is_alone_on_stdout(adapt):
     assert err
 
 
+def test_an_unknown_backend_is_met_with_the_known_ones(adapt):
+    status, _, err = adapt("analyze", MODEL, "--backend", "h2000")
+    assert status == 2
+    assert "h200" in err
+
+
 def test_quiet_is_silent_on_stderr(adapt):
     status, out, err = adapt("analyze", MODEL, "--json", "--quiet")
     assert (status, err) == (0, "")
@@ -431,7 +437,9 @@ def test_plan_needs_no_run_directory(adapt, tmp_path, monkeypatch):
 
 
 def test_the_pictures_are_drawn(adapt):
-    assert "KKKM x2" in adapt("analyze", MODEL)[1]
+    picture = adapt("analyze", MODEL, "--backend", "cpu")[1]
+    assert "KKKM x2" in picture
+    assert "missing  kda: no entry analyzers/backends/cpu.yaml: native.kda" in picture
     plan = adapt("plan", MODEL, "--cluster", CLUSTER)[1]
     for words in ("Memory", "Step", "frozen_weights", "all_to_all"):
         assert words in plan
