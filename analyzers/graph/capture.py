@@ -7,6 +7,7 @@ cost. Batch and sequence stay symbolic where the code allows it.
 
 from __future__ import annotations
 
+import inspect
 import operator
 import re
 from collections.abc import Iterator
@@ -104,8 +105,7 @@ def capture(model: PreTrainedModel, kinds: list[Kind]) -> Capture:
     that neither it nor torch.export can follow.
     """
     path, layers = decoder_layers(model)
-    owner_path, _, name = path.rpartition(".")
-    owner = model.get_submodule(owner_path)
+    owner, name = _reader(model, path)
     _cut_down(owner, name, [kind.layers[0] for kind in kinds], len(layers))
     owner.eval()
     _to_bfloat16(model)
@@ -123,12 +123,32 @@ def capture(model: PreTrainedModel, kinds: list[Kind]) -> Capture:
     return Capture(graphs, traced.by, traced.reason)
 
 
+def _reader(model: nn.Module, path: str) -> tuple[Any, str]:
+    """The module nearest around the layers at `path` that reads tokens, and their path in it.
+
+    It is the one that holds them but for models in BERT's form, whose encoder takes what the
+    embeddings module makes of the tokens.
+    """
+    words = path.split(".")
+    for start in range(len(words) - 1, -1, -1):
+        owner = model.get_submodule(".".join(words[:start]))
+        if {"inputs_embeds", "input_ids"} & _parameters(owner):
+            return owner, ".".join(words[start:])
+    owner_path, _, name = path.rpartition(".")
+    return model.get_submodule(owner_path), name
+
+
+def _parameters(module: nn.Module) -> set[str]:
+    return set(inspect.signature(module.forward).parameters)
+
+
 class _Decoder(nn.Module):
     """[B, T, D] or token ids [B, T] -> [B, T, D] through the cut-down decoder."""
 
     def __init__(self, owner: nn.Module) -> None:
         super().__init__()
         self.owner = owner
+        self.has_cache = {"use_cache", "kwargs"} & _parameters(owner)
 
     def forward(
         self, inputs_embeds: torch.Tensor | None = None, input_ids: torch.Tensor | None = None
@@ -136,21 +156,24 @@ class _Decoder(nn.Module):
         given = (
             {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
         )
-        return self.owner(**given, use_cache=False).last_hidden_state
+        options = {"use_cache": False} if self.has_cache else {}
+        return self.owner(**given, **options).last_hidden_state
 
 
 def _to_bfloat16(model: PreTrainedModel) -> None:
     """What is not float32 in a bfloat16 model becomes bfloat16, whatever the config names."""
     kept = float32_names(model)
-    for name, weight in model.named_parameters():
+    kept |= {"inv_freq", "original_inv_freq"}  # rotary embeddings compute in float32
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
         if weight.is_floating_point() and not any(is_named(part, name) for part in kept):
             weight.data = weight.data.to(torch.bfloat16)
 
 
 def _cut_down(owner: Any, name: str, keep: list[int], count: int) -> None:
     """Keeps only these layers, in the module and in every per-layer list or count of its config."""
-    layers = getattr(owner, name)
-    setattr(owner, name, nn.ModuleList([layers[i] for i in keep]))
+    holder, _, last = name.rpartition(".")
+    layers = owner.get_submodule(name)
+    setattr(owner.get_submodule(holder), last, nn.ModuleList([layers[i] for i in keep]))
     config = owner.config
     for key, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == count:
@@ -413,7 +436,8 @@ def _extract(
             "path": where[node][1],
             "grad": node.meta["grad"],
         }
-        if any(user not in where or where[user][0] != number for user in node.users):
+        leaves = any(user not in where or where[user][0] != number for user in node.users)
+        if leaves and isinstance(node.meta["val"], torch.Tensor):
             results.append(copied)
     graph.output(tuple(results))
     _placeholders_first(graph)
