@@ -75,6 +75,7 @@ OVERRIDES: dict[str, Level] = {
         "top_k_experts": TOP_K,
         "moe_intermediate_size": 64,
     },
+    "glm4v_moe": {"text_config.rope_parameters.mrope_section": [2, 3, 3]},
     "hunyuan_v1_moe": {"head_dim": HEAD_DIM},
     "inkling2_loop": {
         "text_config.num_hidden_layers": 6,

@@ -93,9 +93,9 @@ def document(results: dict[str, Result], excluded: list[Excluded]) -> str:
 
 
 def quiet() -> None:
-    """transformers advises authors of configs; here nobody reads it."""
+    """Advice of transformers to authors of configs, and torch's accounts of failed exports."""
     warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)
 
 
 def limited(architecture: Architecture) -> Result:

@@ -16,7 +16,7 @@ APPROXIMATE = (
     "chunk_length",
     "num_landmarks",
     "hash_code_len",
-    "block_per_row",
+    "approx_mode",
     "num_random_blocks",
 )
 GATES = ("gate_proj", "g_proj", "q_gate_proj", "output_gate", "gate_per_head")
