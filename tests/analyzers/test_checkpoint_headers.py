@@ -1,9 +1,13 @@
 """Safetensors headers: what is read, and everything that must be refused with one clear line."""
 
 import contextlib
+import gc
+import itertools
 import json
 import os
 import struct
+import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from analyzers.checkpoint import open_checkpoint, read_header
+from analyzers.checkpoint import DTYPE_BITS, open_checkpoint, read_header
 from analyzers.errors import InputError
 
 INDEX = "model.safetensors.index.json"
@@ -286,3 +290,216 @@ def test_random_json_headers_are_refused_cleanly(tmp_path_factory, header):
     write_shard(shard, header, data=bytes(8))
     with pytest.raises(InputError):
         read_header(shard)
+
+
+# ------------------------------------------------------------- memory, and files outside the folder
+
+
+@pytest.mark.parametrize(
+    "unit",
+    ["[],", "{},", '"ab",', "1.5,", "[[[[]]]],", '{"a":{}},', "9,", "-1e-9,"],
+)
+def test_memory_is_in_proportion_to_the_header(tmp_path, unit):
+    """What JSON makes of a byte is bounded, and so is the header: no file takes more than that."""
+    text = '{"a": [' + unit * (400_000 // len(unit)) + "0]}"
+    shard = write_shard(tmp_path / "model.safetensors", text.encode())
+    tracemalloc.start()
+    try:
+        with pytest.raises(InputError):
+            read_header(shard)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 60 * len(text)
+
+
+@pytest.mark.parametrize("length", [2**63, 2**64 - 1, 2**40, 100_000_001])
+def test_claimed_length_takes_no_memory(tmp_path, length):
+    shard = write_shard(tmp_path / "model.safetensors", b"{}", length=length)
+    with shard.open("r+b") as f:
+        f.truncate(2**40)  # a hole: the file is as long as it claims
+    tracemalloc.start()
+    try:
+        with pytest.raises(InputError):
+            read_header(shard)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_data_is_not_read(tmp_path):
+    """A shard of a terabyte of holes: only its header counts."""
+    n = 2**40
+    header = {"a": {"dtype": "BF16", "shape": [2**20, 2**19], "data_offsets": [0, n]}}
+    shard = write_shard(tmp_path / "model.safetensors", header)
+    with shard.open("r+b") as f:
+        f.truncate(8 + len(json.dumps(header)) + n)
+    found = open_checkpoint(tmp_path)
+    assert found is not None
+    assert found.nbytes == n
+
+
+def test_collector_runs_again_after_a_refusal(tmp_path):
+    write_shard(tmp_path / "model.safetensors", b"[]")
+    refused(tmp_path)
+    assert gc.isenabled()
+
+
+OPENED: list[str] | None = None
+
+
+def _remember(event: str, args: tuple) -> None:
+    if event == "open" and OPENED is not None:
+        OPENED.append(str(args[0]))
+
+
+sys.addaudithook(_remember)  # cannot be removed; it does nothing while OPENED is None
+
+
+@contextlib.contextmanager
+def opened():
+    global OPENED
+    OPENED = []
+    try:
+        yield OPENED
+    finally:
+        OPENED = None
+
+
+HOSTILE_NAMES = st.sampled_from(
+    [
+        *("../secret.safetensors", "/etc/passwd", "/dev/zero", "..", "sub/one.safetensors"),
+        *("outside.safetensors", "pipe.safetensors", "device.safetensors", "circle.safetensors"),
+        *("folder.safetensors", "one.safetensors", "./one.safetensors", "one.safetensors\0"),
+        *("..\\secret.safetensors", "~/one.safetensors", "file:///etc/passwd", "model.bin"),
+    ]
+)
+
+
+@pytest.fixture(scope="module")
+def traps(tmp_path_factory):
+    """A folder with one sound shard between links, a pipe, a device and a folder."""
+    root = tmp_path_factory.mktemp("traps")
+    folder = root / "model"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "folder.safetensors").mkdir()
+    for path in (root / "secret.safetensors", folder / "one.safetensors"):
+        save_file({"a": torch.ones(2, 3)}, path)
+    save_file({"a": torch.ones(2, 3)}, folder / "sub" / "one.safetensors")
+    (folder / "outside.safetensors").symlink_to(root / "secret.safetensors")
+    (folder / "device.safetensors").symlink_to("/dev/zero")
+    (folder / "circle.safetensors").symlink_to("circle.safetensors")
+    os.mkfifo(folder / "pipe.safetensors")
+    return folder
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    weight_map=st.dictionaries(
+        st.sampled_from("abc") | st.text(max_size=3),
+        HOSTILE_NAMES | st.text(max_size=6) | st.integers() | st.none(),
+        max_size=3,
+    )
+)
+def test_no_index_reads_outside_the_folder(traps, weight_map):
+    write_index(traps, weight_map)
+    with opened() as files, contextlib.suppress(InputError):
+        found = open_checkpoint(traps)
+        assert found is not None
+        assert {s.name for s in found.shards} == {"one.safetensors"}
+    assert {Path(f).name for f in files} <= {INDEX, "one.safetensors"}
+    assert {Path(f).resolve().parent for f in files} == {traps.resolve()}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", INDEX])
+def test_first_file_that_is_a_trap(tmp_path, name):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    path = folder / name
+    (tmp_path / "secret").write_text("{}")
+    for target in ("/dev/zero", tmp_path / "secret", name):
+        path.symlink_to(target)
+        refused(folder)
+        path.unlink()
+    os.mkfifo(path)
+    assert "not a file" in refused(folder)
+    path.unlink()
+    path.mkdir()
+    refused(folder)
+
+
+def test_folder_behind_a_link_is_the_folder(two_shards, tmp_path_factory):
+    link = tmp_path_factory.mktemp("link") / "model"
+    link.symlink_to(two_shards)
+    found = open_checkpoint(link)
+    assert found is not None
+    assert set(found.tensors) == {"a", "b"}
+
+
+NUMBERS = st.integers(-2, 24) | st.sampled_from([2**31, 2**53, 2**63, 2**64, 10**30, -(10**30)])
+ENTRY = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from([*DTYPE_BITS, "F31"]),
+        "shape": st.lists(NUMBERS, max_size=3),
+        "data_offsets": st.lists(NUMBERS, min_size=2, max_size=2),
+    }
+)
+
+
+@st.composite
+def layouts(draw):
+    """Headers of sound files, of which some have an entry replaced or an offset moved."""
+    header, end = {}, 0
+    for i, n in enumerate(draw(st.lists(st.integers(0, 5), max_size=5))):
+        header[f"t{i}"] = {"dtype": "U8", "shape": [n], "data_offsets": [end, end + n]}
+        end += n
+    names = draw(st.permutations(sorted(header)))
+    header = {name: header[name] for name in names}
+    if names and draw(st.booleans()):
+        offsets = header[names[0]]["data_offsets"]
+        offsets[draw(st.integers(0, 1))] += draw(st.sampled_from([-2, -1, 1, 2]))
+    if names and draw(st.booleans()):
+        header[names[-1]] = draw(ENTRY)
+    return header, bytes(end + draw(st.sampled_from([0, 0, 0, 1, -1])) if end else 0)
+
+
+@settings(max_examples=300, deadline=None)
+@given(layout=layouts())
+def test_overlapping_offsets_and_wild_shapes(tmp_path_factory, layout):
+    """Only what covers the data exactly is accepted, and the library opens it too."""
+    header, data = layout
+    shard = write_shard(tmp_path_factory.mktemp("offsets") / "model.safetensors", header, data)
+    try:
+        tensors = read_header(shard)
+    except InputError:
+        return
+    spans = sorted((t.begin, t.end) for t in tensors.values())
+    assert sum(end - begin for begin, end in spans) == len(data)
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
+    with safe_open(shard, framework="pt") as f:
+        assert set(f.keys()) == set(tensors)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b'{"a": {"dtype":"U8","shape":[NaN],"data_offsets":[0,16]}}',
+        b'{"a": {"dtype":"U8","shape":[Infinity],"data_offsets":[0,16]}}',
+        b'{"a": {"dtype":"U8","shape":[16.0],"data_offsets":[0,16]}}',
+        b'{"a": {"dtype":"U8","shape":[1e1],"data_offsets":[0,16]}}',
+        b'{"a": {"dtype":"U8","shape":[16],"data_offsets":[0,' + b"9" * 5000 + b"]}}",
+        b'{"a": {"dtype":"U8","shape":[0,' + b"9" * 4000 + b'],"data_offsets":[0,0]}}',
+        b'{"a": {"dtype":"U8","shape":[16],"data_offsets":[-' + b"9" * 400 + b",16]}}",
+        b'{"a": {"dtype":"U8","dtype":"U8","shape":[16],"data_offsets":[0,16]}}',
+        b'{"a": {"dtype":"U8","shape":[' + b"1," * 50_000 + b'16],"data_offsets":[0,15]}}',
+        b'{"' + b"a" * 100_000 + b'": 3}',
+        b'{"\\ud800": 3}',
+        b"[" * 100_000,
+        b"",
+        b"null",
+    ],
+    ids=lambda h: h[:40].decode(),
+)
+def test_hostile_numbers_names_and_nesting(tmp_path, header):
+    write_shard(tmp_path / "model.safetensors", header, data=bytes(16))
+    assert len(refused(tmp_path)) < 1000

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from analyzers.conversion import plan_conversion
+from analyzers.conversion import _renamed, plan_conversion
 from analyzers.errors import InputError
 from analyzers.models import build_on_meta, load_config, register_own_models
+from analyzers.names import families, numbers_in
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 SHIPPED = ["tiny-kimi-k3", "tiny-kimi-linear", "tiny-qwen3-next"]
@@ -121,3 +122,74 @@ def test_sources_of_another_shape_are_refused_by_name():
 
     with pytest.raises(InputError, match=r"model.layers.1.mlp.experts.gate_up_proj"):
         recipe.convert(wrong, model)
+
+
+def test_families_are_renamed_as_their_names_are():
+    """One renaming for a family gives what the library gives name by name: also where a pattern
+    names a number, computes with one or remembers what came before."""
+    from transformers import core_model_loading as loading
+
+    renamings = [
+        loading.WeightRenaming(r"layers\.1\.first", r"layers\.1\.second"),
+        loading.WeightRenaming(r"blocks\.(\d+)\.0\.", r"stages.\1.head."),
+        loading.WeightRenaming(r"^old\.", r"new\."),
+        loading.PrefixChange(prefix_to_remove="wrapper"),
+    ]
+    pairs = loading.LayerPairCollapse()
+    moved = loading.Inkling2IndexOffsetWeightRename(r"queries\.(\d+)", r"layers.\1.query", offset=1)
+    converters = [
+        loading.WeightConverter(
+            [r"experts.*.w1.weight", r"experts.*.w3.weight"],
+            r"experts.gate_up_proj",
+            [loading.MergeModulelist(dim=0), loading.Concatenate(dim=1)],
+        )
+    ]
+    names = [
+        f"{root}.{i}.{rest}"
+        for root in ("layers", "blocks", "old", "wrapper.layers", "model.queries")
+        for i in (0, 1, 2, 10)
+        for rest in ("first.weight", "0.weight", "0.0.b", "mixer.q.weight", "5.experts.3.w1.weight")
+    ]
+    for extra in ([], [pairs], [moved]):
+        transforms = [*renamings, *extra]
+
+        def rename(name, transforms=transforms):
+            return loading.rename_source_key(name, transforms, converters)
+
+        patterns = [p for t in (*transforms, *converters) for p in t.source_patterns]
+        found = {
+            name: target
+            for family in families(names, numbers_in(patterns))
+            for target, members in _renamed(family, rename).items()
+            for name in members
+        }
+        assert found == {name: rename(name) for name in names}
+
+
+def test_thousands_of_names_need_few_renamings(monkeypatch):
+    model = build_on_meta(load_config(MODELS / "kimi-k3"))
+    names = [
+        f"language_model.model.layers.{i}.block_sparse_moe.experts.{e}.{w}.weight_{part}"
+        for i in range(1, 7)
+        for e in range(896)
+        for w in ("w1", "w2", "w3")
+        for part in ("packed", "scale")
+    ]
+    from transformers import core_model_loading as loading
+
+    calls = []
+    rename = loading.rename_source_key
+    monkeypatch.setattr(
+        loading, "rename_source_key", lambda *args: calls.append(args[0]) or rename(*args)
+    )
+    wanted = {n: t for n, t in model.state_dict().items() if ".experts." in n}
+    wanted = {n: t for n, t in wanted.items() if int(n.split(".")[2]) < 7}
+    found = plan_conversion(model, names, wanted)
+    assert (found.missing, found.unexpected) == ([], [])
+    assert len(calls) <= 3 * 6
+    recipe = found.recipes["model.layers.6.mlp.experts.gate_up_proj"]
+    assert recipe.by_expert
+    assert [names[:1] + names[-1:] for names in recipe.sources.values()] == [
+        [f"language_model.model.layers.6.block_sparse_moe.experts.{e}.{part}" for e in (0, 895)]
+        for part in ("w1.weight_packed", "w1.weight_scale", "w3.weight_packed", "w3.weight_scale")
+    ]
