@@ -176,7 +176,9 @@ def _shares(a: ModelAnalysis) -> RenderableType:
     table.add_row(
         "all", count(a.parameters.total), "", count(sum(s.flops for s in found)), "", size(kept), ""
     )
-    aside = f"forward FLOPs and bytes kept for backward, a token of {anatomy.length_of(a)}"
+    aside = (
+        f"forward FLOPs (full squares), bytes kept for backward; a token of {anatomy.length_of(a)}"
+    )
     return _section("Parts", table, aside)
 
 

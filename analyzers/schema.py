@@ -187,7 +187,8 @@ class ExpertBank:
 
 @document
 class GraphNode:
-    """One call in the graph of a block, after canonicalisation."""
+    """One call in the graph of a block, after canonicalisation. Views are no calls: who reads a
+    view reads the call behind it."""
 
     name: str
     """Unique in the graph."""
@@ -217,7 +218,8 @@ class Region:
     ]
     nodes: list[str]
     bytes_avoided: Work
-    """Forward traffic of the intermediates, written once and read once by each reader inside."""
+    """Forward traffic of the intermediates: read once by each reader inside, and written once
+    where nothing outside reads them."""
 
 
 @document

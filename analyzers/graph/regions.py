@@ -188,14 +188,16 @@ class _Finder:
                 self.take("attention_norm_gate_projection", members)
 
     def residuals(self) -> None:
-        """Mixing of residual streams, or the addition to one, with the norm that reads it."""
+        """Mixing of residual streams, or the addition to one, with the norm that reads it or, where
+        norms follow the sublayers, that it reads."""
         for call in self.calls:
             adds = call.word == "add" and _is_gate(call)
             if call.operator not in MIXING and not adds:
                 continue
-            norm = next((r for r in call.readers if r.operator in NORMS), None)
-            if norm is not None:
-                self.take("residual_mixing", {call, norm})
+            after = [r for r in call.readers if r.operator in NORMS]
+            before = [s for s, _ in call.reads if s.operator in NORMS and s.readers == [call]]
+            if after or before:
+                self.take("residual_mixing", {call, (after or before)[0]})
 
     def norm_gates(self) -> None:
         """A norm whose result is multiplied by a gate and read by nothing else."""

@@ -177,6 +177,21 @@ def test_a_norm_that_a_gate_multiplies_is_a_region():
     assert [(r.kind, r.nodes) for r in regions] == [("norm_gate", ["norm.rms_norm", "silu", "mul"])]
 
 
+def test_a_norm_after_the_sublayer_is_mixed_into_the_residual():
+    class PostNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.proj = nn.Linear(WIDTH, WIDTH)
+            self.norm = RMSNorm()
+
+        def forward(self, x):
+            return x + self.norm(self.proj(x))
+
+    _, (region,) = regions_of(PostNorm(), hidden())
+    assert (region.kind, region.nodes) == ("residual_mixing", ["norm.rms_norm", "add"])
+    assert region.bytes_avoided.per_token == 2 * SIZE * WIDTH
+
+
 def test_scores_of_all_pairs_count_by_pair():
     class Scores(nn.Module):
         def forward(self, x):
