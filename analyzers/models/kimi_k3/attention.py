@@ -1,6 +1,7 @@
 """The token mixers of Kimi-K3: delta attention, latent attention, and the indexer of Kimi-K3.1-Pro."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -225,6 +226,9 @@ class KimiK3Attention(KimiLinearAttention):
         key, value = self.expand_kv(kv_latent, k_shared)
 
         implementation = self.config._attn_implementation or "eager"
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            implementation, eager_attention_forward
+        )
         if self.indexer is not None:
             if implementation.startswith(("flash_attention", "flex_attention")):
                 raise ValueError(
@@ -236,10 +240,7 @@ class KimiK3Attention(KimiLinearAttention):
             if implementation in ("eager", "sdpa"):
                 attention_mask = mask_unselected(attention_mask, selected)
             else:  # as transformers calls kernels for sparse attention
-                kwargs["indices"] = selected
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            implementation, eager_attention_forward
-        )
+                attention_interface = partial(attention_interface, indices=selected)
         output, weights = attention_interface(
             self,
             query,
