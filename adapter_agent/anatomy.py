@@ -174,7 +174,8 @@ def experts(e: Experts, hidden: int) -> str:
 
 
 def router(r: Router) -> str:
-    words = [f"{r.scoring} scores of {r.input_size}"]
+    known = r.scoring != "unknown"
+    words = [f"{r.scoring} scores of {r.input_size}" if known else f"reads {r.input_size}"]
     if r.correction_bias:
         words.append("a bias corrects the choice")
     if r.groups > 1:

@@ -108,6 +108,10 @@ def test_latent_experts_and_their_router_are_told():
     )
 
 
+def test_a_router_that_only_tensors_tell_of_claims_no_scoring():
+    assert anatomy.router(Router(scoring="unknown", input_size=128)) == "reads 128"
+
+
 def test_what_constrains_or_surrounds_the_decoder_is_told():
     told = words(
         replace(
