@@ -17,7 +17,9 @@ from analyzers.errors import InputError
 from analyzers.formats import Logical, Stored, quantization_of, stored_weights
 from analyzers.graph import BlockGraph, trace_blocks
 from analyzers.headers import GenericConfig, infer_model
+from analyzers.notes import about_config, about_layers
 from analyzers.outer import (
+    looked_up,
     multi_token,
     outer_calls,
     outer_counts,
@@ -97,7 +99,8 @@ def analyze(
     float32 = _float32_names(model)
     dtype, assumed = _dtype(model, checkpoint)
     experts = _experts(layer_kinds, dtype, data, stored)
-    notes += assumed + _notes(layer_kinds) + _config_notes(data, beside)
+    notes += assumed + about_layers(layer_kinds, handed_on, tied)
+    notes += about_config(quantization_of(data), beside, further)
 
     if inferred is not None:
         graphs, fidelity, reason = [None] * len(layer_kinds), "headers", inferred.reason
@@ -157,16 +160,12 @@ def _parameters(model: PreTrainedModel, kinds: list[Kind], towers: list[Tower]) 
             total -= sum(p.numel() for p in experts) * len(kind.layers) - held
             routed += held
             visited += round(held * moe.visited)
-    embedding = outer_counts(model)["embedding"]
-    table = model.get_input_embeddings()
-    head = model.get_output_embeddings()
-    tied = head is not None and head.weight is table.weight
     unused = sum(t.parameters or 0 for t in towers if t.built)
     return Parameters(
         total=total,
-        active=total - routed + visited - unused - (0 if tied else embedding),
+        active=total - routed + visited - unused - looked_up(model),
         routed_experts=routed,
-        embedding=embedding,
+        embedding=outer_counts(model)["embedding"],
     )
 
 
@@ -257,36 +256,6 @@ def _dtype(model: PreTrainedModel, checkpoint: CheckpointFolder | None) -> tuple
     if configured is not None:
         return str(configured).removeprefix("torch."), []
     return "bfloat16", ["the config names no dtype: bfloat16 is assumed"]
-
-
-def _notes(layer_kinds: list[Kind]) -> list[str]:
-    """What is unusual about the layers, in sentences."""
-    notes = []
-    if any(m.operator == "other_mixer" for kind in layer_kinds for m in kind.mixers):
-        notes.append("the token mixer is not known here: only its linear layers are counted")
-    moe = next((kind.moe for kind in layer_kinds if kind.moe), None)
-    if moe and moe.router_input_size != moe.hidden_size:
-        notes.append(
-            f"the experts work in a latent width of {moe.hidden_size}; the router reads"
-            f" {moe.router_input_size}"
-        )
-    if any("AttentionResidual" in type(m).__name__ for m in layer_kinds[0].module.modules()):
-        notes.append(
-            "attention residuals hand a bank of block starts from layer to layer; its memory comes"
-            " on top of the saved bytes of the blocks"
-        )
-    return notes
-
-
-def _config_notes(data: dict[str, Any], towers: list[Tower]) -> list[str]:
-    """What the config file says beyond the model that is built."""
-    notes = []
-    packed = quantization_of(data)
-    if packed is not None:
-        form = packed.get("format") or packed.get("quant_method") or "an unnamed format"
-        notes.append(f"the checkpoint is quantised ({form}); sizes here are of the unpacked model")
-    notes += [f"text only: the {t.kind} tower is not built" for t in towers if not t.built]
-    return notes
 
 
 def _traced(

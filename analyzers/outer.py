@@ -25,7 +25,7 @@ TowerKind = Literal["vision", "audio", "projector"]
 
 BF16 = 2  # bytes
 FINAL = ("norm", "norm_f", "final_layernorm", "ln_f")  # names of the norm after the last layer
-PROJECTOR = ("projector", "merger", "connector", "embed_vision", "embed_audio")
+PROJECTOR = ("projector", "merger", "connector", "resampler", "embed_vision", "embed_audio")
 FIRST_LETTERS: dict[str, TowerKind] = {
     "vis": "vision",
     "vit": "vision",
@@ -53,7 +53,7 @@ def outer_part(name: str) -> PartName:
         return "other" if tower == "audio" else "vision"
     words = name.split(".")
     owner = words[-2] if words[1:] else ""
-    if owner.startswith(("embed", "wte", "word_embed")):
+    if owner.startswith(("embed", "wte", "word_embed")) or owner == "shared":
         return "embedding"
     if owner in ("lm_head", "output", "embed_out"):
         return "head"
@@ -68,6 +68,13 @@ def outer_counts(model: PreTrainedModel) -> Counter[PartName]:
     if isinstance(model.get_output_embeddings(), nn.Linear):
         count["head"] += 0  # it is computed even when it is tied
     return count
+
+
+def looked_up(model: PreTrainedModel) -> int:
+    """Elements of embedding tables, of which a token reads a row, without one that is the head."""
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    tables = (p for name, p in _outside(model) if outer_part(name) == "embedding")
+    return sum(table.numel() for table in tables if table is not head)
 
 
 def outer_calls(model: PreTrainedModel) -> list[Call]:
@@ -91,8 +98,9 @@ def outer_calls(model: PreTrainedModel) -> list[Call]:
 
 
 def _outside(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    inside = decoder_layers(model)[0] + "."
-    return [(n, p) for n, p in model.named_parameters() if not n.startswith(inside)]
+    """Parameters outside the decoder's layers that are not tied to one inside."""
+    inside = {id(p) for p in decoder_layers(model)[1].parameters()}
+    return [(n, p) for n, p in model.named_parameters() if id(p) not in inside]
 
 
 # -------------------------------------------------------------------------------------- towers

@@ -261,7 +261,7 @@ class Layer:
     index: int
     mixer: str
     """`full_attention, mla, sliding_attention, kda, gated_delta_net, lightning, gla, mamba2,
-    sparse_topk, ...`"""
+    sparse_topk, ...`; `none`, or names joined by `+` where a layer has several that differ."""
     feed_forward: str
 
 
@@ -323,7 +323,8 @@ class MultiToken:
 
     layers: int
     parameters: int | None
-    """None when nothing tells their size."""
+    """As built or in the checkpoint, there with copies of embedding and head that it may hold; else
+    of layers in DeepSeek-V3's form. None when nothing tells their size."""
     built: bool
     """False when they are in the checkpoint or config but not in the class."""
 
@@ -345,11 +346,12 @@ class Residual:
 class Parameters:
     total: int
     active: int
-    """Used by one token: everything but the routed experts that it does not visit and, since a
-    token reads one row of it, the embedding table (unless it is also the head)."""
+    """Used by one token of text: everything but the routed experts that it does not visit, towers
+    and, since a token reads one row of it, the embedding table (unless it is also the head). Zero
+    experts are taken to be chosen as often as the others."""
     routed_experts: int
     embedding: int = 0
-    """Of the token embedding table."""
+    """Of the embedding tables, also of one that is the head."""
 
 
 @document

@@ -60,6 +60,9 @@ class Kind:
             return "shared_experts"
         if any(_under(path, dense) for dense in self.dense):
             return "dense"
+        around = path.partition(".")[0]  # an output projection beside the attention proper
+        if "attention" in around and any(m.path.startswith(f"{around}.") for m in self.mixers):
+            return "mixer"
         # What is left beside the experts projects (and norms) around a latent space.
         if any(moe.path and _under(path, moe.path) for moe in self.moes):
             return "latent_projection"
@@ -132,26 +135,39 @@ def _kind(layer: nn.Module, index: int, config: PreTrainedConfig) -> Kind:
         mixer = recognise(module, config)
         if mixer:
             mixers.append(Mixer(mixer.name, mixer.operator, mixer.attributes, mixer.site, path))
-    skipped = {path.partition(".")[0] for path in {m.path for m in mixers} | beside}
     # What else has linear layers: a mixer that the table does not know, or a feed-forward.
     others = [
-        (path, child)
-        for path, child in layer.named_children()
-        if path not in skipped and any(isinstance(m, nn.Linear) for m in child.modules())
+        (path, module)
+        for path, module in _rest(layer, {m.path for m in mixers} | beside)
+        if any(isinstance(m, nn.Linear) for m in module.modules())
     ]
+    unknown = [path for path, module in others if _looks_like_mixer(path, module)]
     if not mixers:
-        unknown = [path for path, child in others if _looks_like_mixer(path, child)]
         mixers = [
             Mixer(name="other", operator="other_mixer", attributes={}, path=p) for p in unknown
         ]
-    dense = [path for path, _ in others if path not in {m.path for m in mixers}]
+    dense = [path for path, _ in others if path not in unknown]
     return Kind(layer, [index], mixers, moes, dense)
+
+
+def _rest(layer: nn.Module, taken: set[str]) -> Iterator[tuple[str, nn.Module]]:
+    """Outermost modules that neither are, nor lie in, nor hold one of `taken`."""
+    pending = list(layer.named_children())
+    while pending:
+        path, module = pending.pop(0)
+        if any(_under(path, root) for root in taken):
+            continue
+        if any(_under(root, path) for root in taken):
+            pending += [(f"{path}.{name}", child) for name, child in module.named_children()]
+        else:
+            yield path, module
 
 
 def _looks_like_mixer(path: str, module: nn.Module) -> bool:
     if "MLP" in type(module).__name__:  # Nemotron-H calls its feed-forwards mixers, too
         return False
-    return "Attention" in type(module).__name__ or "attn" in path or "mixer" in path
+    words = ("attn", "attention", "mixer")
+    return "Attention" in type(module).__name__ or any(word in path for word in words)
 
 
 def _outermost(layer: nn.Module, *, skip: set[str]) -> Iterator[tuple[str, nn.Module]]:
