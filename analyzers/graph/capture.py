@@ -234,8 +234,13 @@ def _trace(decoder: nn.Module, hidden: int, tokens: int) -> _Traced:
         reason = "; ".join(dict.fromkeys(reasons)) if len(dynamic) < len(DIMENSIONS) else ""
         return _Traced(graph, given.shape[0], tokens, list(dynamic), "export", reason)
     given = _inputs("inputs_embeds", 1, tokens, hidden)
+
+    def run(embedded: torch.Tensor) -> torch.Tensor:
+        return decoder(embedded)
+
+    setattr(run, "_orig_mod", decoder)  # noqa: B010  make_fx records the modules of this one
     tracer = make_fx(
-        decoder,
+        run,
         tracing_mode="fake",
         pre_dispatch=True,
         record_module_stack=True,

@@ -74,9 +74,8 @@ def _take_feeders(inside: set[fx.Node], own: list[fx.Node]) -> None:
 def _take_joints(inside: set[fx.Node], own: list[fx.Node]) -> None:
     """What puts the results of the chunks together."""
     for node in own:
-        if len(_results(inside)) == 1:
-            return
-        if node not in inside and node.all_input_nodes and set(node.all_input_nodes) <= inside:
+        joins = _packet(node) == "cat" or len(_results(inside)) > 1
+        if joins and node.all_input_nodes and set(node.all_input_nodes) <= inside:
             inside.add(node)
 
 
