@@ -25,7 +25,7 @@ def linear(module: nn.Linear, part: PartName, *, keeps_input: bool = True) -> Ca
     read, written = ACTIVATION * i, ACTIVATION * o
     saved = a_token(ACTIVATION * i if keeps_input else 0)
     return Call(
-        operator="linear",
+        operator="linear" if groups == 1 else "grouped_linear",
         part=part,
         forward=one_way(flops, read=read, written=written),
         backward=one_way(flops, read=written, written=read),

@@ -23,21 +23,29 @@ LINEAR_MIXERS = ("kda", "gated_delta_rule", "ssd", "lightning_attention")
 
 @pytest.fixture(scope="module")
 def analyses(tmp_path_factory):
-    """Analyses of released configs by name, without graphs: they say nothing about costs."""
+    """Analyses of released configs by name."""
     known: dict[str, ModelAnalysis] = {}
 
     def of(name: str) -> ModelAnalysis:
         if name not in known:
             folder = tmp_path_factory.mktemp(name)
-            own = ROOT / "examples" / "models" / name / "config.json"
-            source = own if own.is_file() else CONFIGS / f"{name}.json"
-            shutil.copy(source, folder / "config.json")
-            known[name] = analyze(folder)
+            shutil.copy(config_of(name), folder / "config.json")
+            known[name] = without_graphs(folder)
         return known[name]
 
+    return of
+
+
+def config_of(name: str) -> Path:
+    own = ROOT / "examples" / "models" / name / "config.json"
+    return own if own.is_file() else CONFIGS / f"{name}.json"
+
+
+def without_graphs(folder: Path) -> ModelAnalysis:
+    """The graphs say nothing about what operators cost, and take most of the time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("analyzers.analysis._traced", untraced)
-        yield of
+        return analyze(folder)
 
 
 def untraced(model, kinds, calls):
@@ -332,6 +340,17 @@ def test_adapted_projections_that_read_one_tensor_keep_it_once(analyses, name, p
     assert mixer.adapted_saved_bytes == Work(per_token=kept)
 
 
+@pytest.mark.parametrize("name", ["tiny-kimi-k3", "tiny-qwen3-next", "gpt-oss-20b"])
+def test_inputs_that_adapters_keep_are_those_of_the_traced_lora_backward(name, tmp_path):
+    shutil.copy(config_of(name), tmp_path / "config.json")
+    traced, priced = analyze(tmp_path), without_graphs(tmp_path)
+    for measured, formula in zip(traced.blocks, priced.blocks, strict=True):
+        assert (measured.saved_from, formula.saved_from) == ("graph", "formula")
+        # Of a whole block: parts that read one tensor may differ in which of them keeps it.
+        kept = [sum((p.adapted_saved_bytes for p in b.parts), Work()) for b in (measured, formula)]
+        assert kept[0] == kept[1] != Work()
+
+
 def test_linears_of_the_indexer_are_forward_alone(analyses):
     (block, *_) = [b for b in analyses("glm-5.1").blocks if b.mixer == "sparse_topk"]
     mixer = next(p for p in block.parts if p.name == "mixer")
@@ -347,9 +366,7 @@ def test_attention_residuals_read_as_many_block_starts_as_the_config_makes(tmp_p
     for block in (2, 4, 8):
         data["text_config"]["attn_res_block_size"] = block
         (tmp_path / "config.json").write_text(json.dumps(data))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("analyzers.analysis._traced", untraced)
-            found = operators(analyze(tmp_path), "attention_residual")
+        found = operators(without_graphs(tmp_path), "attention_residual")
         # Before the mixer: the starts so far and, but in the first layer of a block, the sum.
         read = sum(i // block + 1 + (i % block > 0) for i in range(layers))
         read += sum(i // block + 2 for i in range(layers))  # before the feed-forward
