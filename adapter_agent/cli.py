@@ -204,6 +204,10 @@ def analyze(
     backend: Annotated[
         str | None, typer.Option(help="Say too what this device serves of it, e.g. h200.")
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a page with the graphs of its blocks too."),
+    ] = None,
     trust_remote_code: TrustOpt = False,
     as_json: JsonOpt = False,
     quiet: QuietOpt = False,
@@ -223,6 +227,10 @@ def analyze(
     with t.stdout_kept_clean(), terminal.live():
         check_model(model, trust_remote_code=trust_remote_code)
         found = analyze_model(model, trust_remote_code=trust_remote_code, progress=terminal)
+    if html is not None:
+        from adapter_agent.report import write_analysis_page
+
+        write_analysis_page(found, model.resolve().name, html)
     _print_json_of(found) if as_json else t.show(picture_of_analysis(found, target))
 
 

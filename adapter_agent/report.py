@@ -14,6 +14,8 @@ from adapter_agent.words import count, layer_legend, layer_pattern, parameters_b
 from analyzers.documents import read_document, write_text
 
 if TYPE_CHECKING:
+    import jinja2
+
     from analyzers.schema import Block, ModelAnalysis
     from codegen.schema import OperatorChoice, OperatorMap
     from runtime.schema import StepMetrics
@@ -30,6 +32,24 @@ T = TypeVar("T")
 
 def write_report(run: RunDirectory) -> Path:
     """Writes both reports from the documents that the run directory holds; returns the page."""
+    environment = _environment()
+    facts = gather(run)
+    page = environment.get_template("report.html.j2").render(facts)
+    comment = environment.get_template("report.md.j2").render(facts)
+    if len(comment) > COMMENT_LIMIT:
+        cut = "\n\n(cut here: the rest is in report.html)\n"
+        comment = comment[: COMMENT_LIMIT - len(cut)] + cut
+    write_text(run / "report.md", comment)
+    return write_text(run / "report.html", page)
+
+
+def write_analysis_page(analysis: ModelAnalysis, name: str, path: Path) -> Path:
+    """The report's section on the model as a page of its own."""
+    facts = {"name": name, **_model(analysis), "figures": _figures(analysis, None, [])}
+    return write_text(path, _environment().get_template("analysis.html.j2").render(facts))
+
+
+def _environment() -> jinja2.Environment:
     import jinja2
 
     environment = jinja2.Environment(
@@ -46,14 +66,7 @@ def write_report(run: RunDirectory) -> Path:
         cell=_cell,
         size=size,
     )
-    facts = gather(run)
-    page = environment.get_template("report.html.j2").render(facts)
-    comment = environment.get_template("report.md.j2").render(facts)
-    if len(comment) > COMMENT_LIMIT:
-        cut = "\n\n(cut here: the rest is in report.html)\n"
-        comment = comment[: COMMENT_LIMIT - len(cut)] + cut
-    write_text(run / "report.md", comment)
-    return write_text(run / "report.html", page)
+    return environment
 
 
 def gather(run: RunDirectory) -> dict[str, Any]:
@@ -75,15 +88,7 @@ def gather(run: RunDirectory) -> dict[str, Any]:
         # The report stage is being done while it writes this.
         "stages": {k: v for k, v in record.stages.items() if k != "report"},
         "job": read_document(Job, run / "job.json"),
-        "analysis": analysis,
-        "pattern": layer_pattern(analysis) if analysis else "",
-        "legend": layer_legend(analysis) if analysis else "",
-        "facts": anatomy.facts(analysis) if analysis else [],
-        "differences": anatomy.differences(analysis, DIFFERENCES) if analysis else [],
-        "shares": anatomy.shares(analysis) if analysis else [],
-        "fusable": anatomy.fusable(analysis) if analysis else [],
-        "length": anatomy.length_of(analysis) if analysis else 0,
-        "blocks": _blocks(analysis) if analysis else [],
+        **(_model(analysis) if analysis else {"analysis": None}),
         "operators": operators,
         "choices": _choices(operators) if operators else [],
         "kernels": _document(KernelSet, run / "kernels/manifest.json"),
@@ -100,6 +105,21 @@ def gather(run: RunDirectory) -> dict[str, Any]:
 
 def _document(cls: type[T], path: Path) -> T | None:
     return read_document(cls, path) if path.is_file() else None
+
+
+def _model(analysis: ModelAnalysis) -> dict[str, Any]:
+    """What the section on the model names, figures apart."""
+    return {
+        "analysis": analysis,
+        "pattern": layer_pattern(analysis),
+        "legend": layer_legend(analysis),
+        "facts": anatomy.facts(analysis),
+        "differences": anatomy.differences(analysis, DIFFERENCES),
+        "shares": anatomy.shares(analysis),
+        "fusable": anatomy.fusable(analysis),
+        "length": anatomy.length_of(analysis),
+        "blocks": _blocks(analysis),
+    }
 
 
 def _blocks(analysis: ModelAnalysis) -> list[tuple[Block, str]]:

@@ -436,8 +436,10 @@ def test_plan_needs_no_run_directory(adapt, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_pictures_are_drawn(adapt):
-    picture = adapt("analyze", MODEL, "--backend", "cpu")[1]
+def test_the_pictures_are_drawn(adapt, tmp_path):
+    page = tmp_path / "tiny.html"
+    picture = adapt("analyze", MODEL, "--backend", "cpu", "--html", page)[1]
+    assert "Graph of <code>kda+moe</code>" in page.read_text()
     assert "KKKM x2" in picture
     assert "missing  kda: no entry analyzers/backends/cpu.yaml: native.kda" in picture
     plan = adapt("plan", MODEL, "--cluster", CLUSTER)[1]

@@ -4,7 +4,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from adapter_agent.report import COMMENT_LIMIT, write_report
+from adapter_agent.report import COMMENT_LIMIT, write_analysis_page, write_report
 from adapter_agent.review import write_decision
 from adapter_agent.run_directory import open_run
 from analyzers.documents import write_document
@@ -42,7 +42,13 @@ def test_the_page_tells_structure_costs_and_regions(finished):
     assert "Graph of <code>kda+moe</code>, 8 layers: 5 calls, 2 regions" in page
 
 
-def test_the_page_asks_nothing_of_a_network(finished):
+def test_the_page_asks_nothing_of_a_network(finished, tmp_path):
+    alone = write_analysis_page(samples.analysis(), "tiny", tmp_path / "tiny.html")
+    for page in ((finished / "report.html").read_text(), alone.read_text()):
+        assert_self_contained(page)
+
+
+def assert_self_contained(page):
     class Tags(HTMLParser):
         found: list[tuple[str, str]] = []  # noqa: RUF012
 
@@ -50,13 +56,19 @@ def test_the_page_asks_nothing_of_a_network(finished):
             assert tag not in ("script", "link", "img", "iframe", "object")
             self.found += [(k, v or "") for k, v in attrs if k in ("src", "href", "xlink:href")]
 
-    page = (finished / "report.html").read_text()
     parser = Tags()
     parser.feed(page)
     assert all(k == "href" and v.startswith("#") for k, v in parser.found)
     assert "://" not in page
     assert "url(" not in page
     assert "@import" not in page
+
+
+def test_an_analysis_is_a_page_of_its_own(tmp_path):
+    page = write_analysis_page(samples.analysis(), "<tiny>", tmp_path / "tiny.html").read_text()
+    assert "<title>&lt;tiny&gt;</title>" in page
+    for text in ('aria-label="Graph of kda+moe', "Costs by part", "&lt;angle&gt;", "--c0:#"):
+        assert text in page
 
 
 def test_the_page_serves_light_and_dark(finished):
