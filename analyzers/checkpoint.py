@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,6 +61,9 @@ class TensorInfo(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.end - self.begin
+
+
+SPAN = attrgetter("begin", "end")
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ def read_header(shard: Path) -> dict[str, TensorInfo]:
 
     data = 8 + length
     tensors = [_tensor(name, entry, shard, data, size) for name, entry in header.items()]
-    tensors.sort(key=lambda t: (t.begin, t.end))
+    tensors.sort(key=SPAN)
     reached = data
     for t in tensors:
         if t.begin != reached:
@@ -236,19 +240,22 @@ def _open_sharded(folder: Path) -> CheckpointFolder:
         fault = "is missing, empty or not a JSON object"
         raise InputError(index, field="weight_map", fault=fault, fix=_AGAIN)
 
-    shards: dict[str, dict[str, TensorInfo]] = {}
-    tensors: dict[str, TensorInfo] = {}
-    for name, file in weight_map.items():
-        if not isinstance(file, str):
-            raise _damaged(index, f"weight_map.{name}", "is not a file name")
-        if file not in shards:
-            shards[file] = read_header(
-                _inside(folder, file, where=index, field=f"weight_map.{name}")
-            )
-        if name not in shards[file]:
-            raise _damaged(index, f"weight_map.{name}", f"{shown(file)} has no tensor of that name")
-        tensors[name] = shards[file][name]
-    return CheckpointFolder(folder, tensors, tuple(folder / file for file in sorted(shards)))
+    if set(map(type, weight_map.values())) != {str}:
+        name = next(n for n, file in weight_map.items() if not isinstance(file, str))
+        raise _damaged(index, f"weight_map.{name}", "is not a file name")
+    # The first name of each file stands for it in messages.
+    first = {file: name for name, file in reversed(weight_map.items())}
+    shards = {
+        file: read_header(_inside(folder, file, where=index, field=f"weight_map.{first[file]}"))
+        for file in sorted(first)
+    }
+    try:
+        tensors = {name: shards[file][name] for name, file in weight_map.items()}
+    except KeyError as e:
+        name = e.args[0]
+        fault = f"{shown(weight_map[name])} has no tensor of that name"
+        raise _damaged(index, f"weight_map.{name}", fault) from e
+    return CheckpointFolder(folder, tensors, tuple(folder / file for file in shards))
 
 
 def _exists(path: Path) -> bool:

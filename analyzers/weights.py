@@ -103,12 +103,23 @@ def compare(model: PreTrainedModel, stored: Stored, config: Mapping[str, Any]) -
         found = [*check.missing(), *check.shapes()]
         odd, cast = check.dtypes(quantization)
         harmless = [*cast, *unused(conversion, stored)]
-    named = {d.tensor for d in stored.faults}
     return Comparison(
-        wrong=[*stored.faults, *(d for d in found if d.tensor not in named), *odd],
+        wrong=[*_apart(stored, found), *odd],
         harmless=harmless,
         contradiction=contradicted(config, check.resized, check.fitting),
     )
+
+
+def _apart(stored: Stored, found: list[Difference]) -> list[Difference]:
+    """Faults of packed weights and what was found, each tensor once: where the codes are of a wrong
+    shape, scales that do not fit them say nothing more."""
+    if not stored.faults:
+        return found
+    wrong = {d.tensor for d in found if d.kind == "shape"}
+    excused = {part for t in stored.tensors.values() if t.parts[0] in wrong for part in t.parts[1:]}
+    faults = [d for d in stored.faults if d.kind != "shape" or d.tensor not in excused]
+    named = {d.tensor for d in faults}
+    return [*faults, *(d for d in found if d.tensor not in named)]
 
 
 @dataclass

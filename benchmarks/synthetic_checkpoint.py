@@ -1,6 +1,6 @@
 """A Kimi-K3 checkpoint with true headers and no data, and how long its analysis takes.
 
-    python benchmarks/synthetic_checkpoint.py write FOLDER [--config CONFIG.json] [--shards 96]
+    python benchmarks/synthetic_checkpoint.py write FOLDER [--damaged] [--config CONFIG.json]
     python benchmarks/synthetic_checkpoint.py measure FOLDER [--output FILE.json]
 
 `write` makes the released tensor names with the shapes of a config: half a million tensors and
@@ -8,8 +8,10 @@
 rest are holes. Names, shapes and dtypes: the released Kimi-K3 folder, as NeMo AutoModel's
 `components/models/kimi_k3/state_dict_adapter.py` and vLLM's `models/kimi_k3` read it.
 
-`measure` runs `analyze` in a process of its own and writes seconds, peak memory, machine and
-versions as JSON.
+`measure` runs `analyze` in a process of its own and writes seconds (of the clock, and of the
+processor for machines that are shared), peak memory, machine and versions as JSON. A folder
+written with `--damaged` has one tensor of a wrong shape, one of a wrong dtype and one missing; the
+line that refuses it is in the JSON.
 """
 
 from __future__ import annotations
@@ -160,6 +162,16 @@ def _vision(vision: dict[str, Any], hidden: int) -> Iterator[Tensor]:
     yield Tensor("mm_projector.post_norm.weight", "BF16", (hidden,))
 
 
+def damage(tensor: Tensor) -> Tensor | None:
+    """One tensor of a wrong shape, one of a wrong dtype, one missing."""
+    expert = "language_model.model.layers.{}.block_sparse_moe.experts.{}"
+    if tensor.name == f"{expert.format(2, 7)}.w1.weight_packed":
+        return tensor._replace(shape=(tensor.shape[0] - 1, tensor.shape[1]))
+    if tensor.name == f"{expert.format(3, 5)}.w2.weight_packed":
+        return tensor._replace(dtype="BF16")
+    return None if tensor.name.endswith("layers.4.self_attn.k_conv1d.weight") else tensor
+
+
 def write(
     folder: Path,
     config: dict[str, Any],
@@ -210,19 +222,22 @@ def _write_shard(path: Path, tensors: Iterable[Tensor]) -> None:
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """Seconds and peak memory of reading headers and of `analyze`, in a process of their own."""
-    result = subprocess.run(
-        [sys.executable, __file__, "run", str(folder)], check=True, capture_output=True, text=True
-    )
+    """Seconds and peak memory of `analyze` in a process of its own."""
+    command = [sys.executable, __file__, "run", str(folder)]
+    result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
     apparent = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
     held = sum(f.stat().st_blocks * 512 for f in folder.iterdir())
     return {
-        "folder": {"apparent_bytes": apparent, "bytes_on_disk": held},
+        "tensors": len(index["weight_map"]),
+        "shards": len(set(index["weight_map"].values())),
+        "apparent_bytes": apparent,
+        "bytes_on_disk": held,
         **json.loads(result.stdout),
         "machine": {
             "cpu": _cpu(),
             "cores": os.cpu_count(),
-            "load": os.getloadavg()[0],
+            "load_average": round(os.getloadavg()[0], 1),
             "python": platform.python_version(),
             "torch": version("torch"),
             "transformers": version("transformers"),
@@ -231,27 +246,27 @@ def measure(folder: Path) -> dict[str, Any]:
 
 
 def run(folder: Path) -> dict[str, Any]:
-    begin = time.perf_counter()
-    from analyzers.checkpoint import open_checkpoint
+    """In this process, imports included: a person waits for them as well."""
+    from analyzers.errors import InputError
 
-    checkpoint = open_checkpoint(folder)
-    assert checkpoint is not None
-    tensors = len(checkpoint.tensors)
-    headers = time.perf_counter() - begin
-    del checkpoint
-    from analyzers.analysis import analyze
+    begin, used = time.perf_counter(), time.process_time()
+    found: dict[str, Any] = {}
+    try:
+        from analyzers.analysis import analyze
 
-    begin = time.perf_counter()
-    analysis = analyze(folder)
-    seconds = time.perf_counter() - begin
-    assert analysis.checkpoint is not None
-    return {
-        "tensors": tensors,
-        "checkpoint_bytes": analysis.checkpoint.bytes,
-        "fidelity": analysis.fidelity,
-        "seconds": {"headers": round(headers, 2), "analyze": round(seconds, 2)},
-        "peak_memory_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
-    }
+        analysis = analyze(folder, progress=lambda line: print(line, file=sys.stderr))
+    except InputError as refused:
+        found["refused"] = str(refused)
+    else:
+        assert analysis.checkpoint is not None
+        found["checkpoint_bytes"] = analysis.checkpoint.bytes
+        found["packed"] = analysis.checkpoint.packed
+        found["fidelity"] = analysis.fidelity
+    clock, processor = time.perf_counter() - begin, time.process_time() - used
+    found["seconds"] = {"clock": round(clock, 1), "processor": round(processor, 1)}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found["peak_memory_gib"] = round(peak / 2**20, 2)
+    return found
 
 
 def _cpu() -> str:
@@ -265,11 +280,13 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--config", type=Path, default=CONFIG)
     parser.add_argument("--shards", type=int, default=96)
+    parser.add_argument("--damaged", action="store_true", help="write three wrong tensors")
     parser.add_argument("--output", type=Path, help="JSON file; standard output by default")
     given = parser.parse_args()
     if given.action == "write":
         config = json.loads(given.config.read_text())
-        tensors = write(given.folder, config, given.shards)
+        change = damage if given.damaged else lambda tensor: tensor
+        tensors = write(given.folder, config, given.shards, change)
         size = sum(t.nbytes for t in tensors)
         print(f"{len(tensors)} tensors, {size / 1e12:.3f} TB, {given.shards} shards")
         return

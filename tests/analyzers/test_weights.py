@@ -119,15 +119,15 @@ def test_released_names_with_packed_experts_and_padded_heads_fit(tmp_path):
 
 
 def test_injected_shape_dtype_and_missing_tensor_are_each_named(tmp_path):
+    """What `benchmarks/synthetic_checkpoint.py` does with the full model."""
     shape, dtype, missing = (
         EXPERT.format(2, 7, "w1.weight_packed"),
-        EXPERT.format(3, 1, "w2.weight_packed"),
+        EXPERT.format(3, 5, "w2.weight_packed"),
         "language_model.model.layers.4.self_attn.k_conv1d.weight",
     )
-    changes = {shape: {"shape": (31, 32)}, dtype: {"dtype": "BF16"}, missing: None}
-    found, line = damaged(tmp_path, **changes)
+    found, line = checked(written(tmp_path, synthetic_checkpoint.damage))
     kinds = {(d.tensor, d.kind) for d in found.wrong}
-    assert {(shape, "shape"), (dtype, "dtype"), (missing, "missing")} <= kinds
+    assert kinds == {(shape, "shape"), (dtype, "dtype"), (missing, "missing")}
     for name in (shape, dtype, missing):
         assert name in line
 
