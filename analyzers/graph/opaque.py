@@ -182,11 +182,11 @@ def replaced(owner: nn.Module, kinds: list[Kind]) -> Iterator[None]:
                 found = {name: new for name, new in FUNCTIONS.items() if name in own}
                 stack.enter_context(mock.patch.dict(own, found))
             for moe in kind.moes:
-                if moe.layout != "stacked":
-                    continue
                 module: Any = kind.module.get_submodule(moe.experts)
+                if type(module).forward is nn.Module.forward:
+                    continue  # a list of modules, which the code around it goes through
                 sizes = [_activation_bytes(module, moe), moe.intermediate_size]
-                forward = _experts_forward(module, sizes)
+                forward = _experts_forward(module, sizes, moe.count)
                 stack.enter_context(mock.patch.object(module, "forward", forward))
         yield
 
@@ -269,10 +269,12 @@ def _activation_bytes(module: Any, moe: Moe) -> int:
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def _experts_forward(module: nn.Module, sizes: list[int]) -> Callable:
+def _experts_forward(module: nn.Module, sizes: list[int], count: int) -> Callable:
     def forward(hidden_states: Tensor, *routing: Tensor, **named: Tensor) -> Tensor:
         given = [t for t in (*routing, *named.values()) if isinstance(t, Tensor)]
         index = [t for t in given if not t.is_floating_point()]
+        # Switch marks the chosen experts in a row of all instead of numbering them.
+        index = [t.argmax(-1) if t.shape[-1] == count else t for t in index]
         weights = [t for t in given if t.is_floating_point()]
         banks = list(module.parameters())
         return experts(hidden_states, index, weights, banks, sizes)  # type: ignore[return-value]
