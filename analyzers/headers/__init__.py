@@ -159,10 +159,13 @@ def _fill_sizes(model: Skeleton) -> None:
 
 def _tie(model: Skeleton) -> None:
     """Gives a model without a head of its own one that shares the embedding, unless the config
-    says that they are apart."""
-    table, config = model.get_input_embeddings(), model.config
-    if model.get_output_embeddings() is not None:
-        config.tie_word_embeddings = False
+    says that they are apart; where it says that they are one, a stored copy is not counted."""
+    table, head, config = model.get_input_embeddings(), model.get_output_embeddings(), model.config
+    if head is not None:
+        same = table is not None and table.weight.shape == head.weight.shape
+        config.tie_word_embeddings = same and config.tie_word_embeddings is True
+        if table is not None and config.tie_word_embeddings:
+            head.weight = table.weight
     elif table is None or config.tie_word_embeddings is False:
         model.notes.append("there is no output head among the weights")
     else:

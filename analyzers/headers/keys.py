@@ -122,6 +122,9 @@ class GenericConfig:
     """
 
     sub_configs: tuple = ()
+    hidden_size: Any
+    vocab_size: Any
+    num_hidden_layers: Any
 
     def __init__(self, data: dict[str, Any], where: str, reason: str) -> None:
         text, outer = _text_part(data), data
@@ -137,7 +140,7 @@ class GenericConfig:
         self.architectures = named
         dtypes = (part.get(key) for part in (text, outer) for key in ("dtype", "torch_dtype"))
         self.dtype = next((d for d in dtypes if isinstance(d, str)), None)
-        self.tie_word_embeddings = text.get("tie_word_embeddings", outer.get("tie_word_embeddings"))
+        self.tie_word_embeddings = outer.get("tie_word_embeddings", text.get("tie_word_embeddings"))
         self.name_or_path, self.reason = where, reason
         self.text, self.data = text, outer
 

@@ -18,12 +18,14 @@ from analyzers.mixers import Attributes, Mixer
 QUERY = ("q_proj", "wq", "query", "q", "q_lin")
 KEY = ("k_proj", "wk", "key", "k", "k_lin")
 VALUE = ("v_proj", "wv", "value", "v", "v_lin")
-FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack", "qkv", "wqkv", "in_proj")
+FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack", "qkv", "wqkv")
 OUTPUT = ("o_proj", "out_proj", "wo", "dense", "c_proj", "o", "proj", "out_lin")
 OUTPUT_GATE = ("g_proj", "output_gate", "gate_proj")
 OUTPUT_NORM = ("g_norm", "o_norm", "norm", "out_norm")
 LATENT_DOWN = ("kv_a_proj_with_mqa", "kv_a_proj", "wkv_a")
 LATENT_UP = ("kv_b_proj", "wkv_b")
+RECURRENT = ("igate", "fgate", "decay", "dt_proj", "A_log", "compressor")
+"""Parts of names beside queries and keys that make a mixer something else than attention."""
 SINKS = ("sinks", "attention_sink_bias", "sink")
 GATED = ("kda", "gated_delta_net", "mamba2", "lightning", "gla")
 """Mixers whose output norm is gated."""
@@ -31,30 +33,25 @@ GUESSED_HEAD = 128
 SOFTMAX, SPARSE = "scaled_dot_product_attention", "sparse_attention"
 
 
-def name_mixers(layer: nn.Module, config: GenericConfig, kind: str) -> list[Mixer]:
-    """Finds the token mixers of a layer and lets each module carry its own.
+def name_mixers(layer: nn.Module, config: GenericConfig, kind: str) -> None:
+    """Lets every token mixer of a layer carry what it was recognised as.
 
     `kind` is what the config says of the layer, as `keys.mixers` words it.
     """
-    found = []
     pending = [layer]
     while pending:
         module = pending.pop(0)
-        is_candidate = isinstance(module, Inferred) and module is not layer
-        mixer = mixer_of(module, config, kind) if is_candidate else None
-        if mixer is None:
-            pending += [m for m in module.children() if not isinstance(m, ExpertBanks)]
-        else:
-            module.inferred_mixer = mixer
-            if mixer.name in GATED:
-                _gate_norms(module)
-            found.append(mixer)
-    return found
+        if isinstance(module, Inferred) and module is not layer:
+            module.inferred_mixer = mixer_of(module, config, kind)
+            if module.inferred_mixer is not None:
+                _gate_norms(module, module.inferred_mixer)
+                continue
+        pending += [m for m in module.children() if not isinstance(m, ExpertBanks)]
 
 
-def _gate_norms(module: nn.Module) -> None:
+def _gate_norms(module: nn.Module, mixer: Mixer) -> None:
     for name, child in module.named_children():
-        if name in OUTPUT_NORM and type(child) is nn.RMSNorm:
+        if mixer.name in GATED and name in OUTPUT_NORM and type(child) is nn.RMSNorm:
             child.__class__ = GatedRMSNorm
 
 
@@ -65,15 +62,20 @@ def mixer_of(module: nn.Module, config: GenericConfig, kind: str) -> Mixer | Non
     out = _first(children, OUTPUT)
     if out is None:
         return None
+    if "A_log" in vectors and "x_proj" in children:
+        return _mamba1(module, children, out)
     if "A_log" in vectors and "dt_bias" in vectors:
         decays = "D" in vectors and _conv_channels(module) > 0
         return _mamba2(module, config, out) if decays else _delta_rule(module, config, out)
     if _first(children, LATENT_UP) is not None:
         return _latent_attention(children, config, out)
+    if isinstance(children.get("conv"), nn.Conv1d) and "in_proj" in children:
+        return _short_convolution(module, children, out)
     query, fused = _first(children, QUERY), _first(children, FUSED)
-    if query is None and fused is None:
-        return None
-    if any("gk_" in name or name == "gk_proj" for name in children):
+    recurrent = any(part in name for name in [*children, *vectors] for part in RECURRENT)
+    if (query is None and fused is None) or recurrent:
+        return None  # better unnamed than wrong
+    if any(name.startswith("gk_") for name in children):
         return _gated_linear_attention(children, config, out)
     if _first(children, OUTPUT_GATE) and any(name in children for name in OUTPUT_NORM):
         return _lightning(children, config, out)
@@ -241,6 +243,28 @@ def _mamba2(module: nn.Module, config: GenericConfig, out: nn.Linear) -> Mixer:
     if config.mamba_chunk_size:
         attributes["chunk_size"] = config.mamba_chunk_size
     return Mixer("mamba2", "ssd", attributes)
+
+
+def _short_convolution(module: nn.Module, children: dict[str, nn.Module], out: nn.Linear) -> Mixer:
+    """A gated depthwise convolution over a few tokens as the whole mixer (LFM2)."""
+    gates = _first(children, ("in_proj",))
+    attributes: Attributes = {
+        "channels": out.in_features,
+        "conv_kernel_size": _conv_taps(module),
+        "output_gate": gates is not None and gates.out_features == 3 * out.in_features,
+    }
+    return Mixer("short_convolution", "short_convolution", attributes)
+
+
+def _mamba1(module: nn.Module, children: dict[str, nn.Module], out: nn.Linear) -> Mixer:
+    steps, channels = _first(children, ("dt_proj",)), out.in_features
+    attributes: Attributes = {
+        "channels": channels,
+        "key_dim": _parameter(module, "A_log") // channels,
+        "time_step_rank": steps.in_features if steps else 1,
+        "conv_kernel_size": _conv_taps(module),
+    }
+    return Mixer("mamba1", "selective_scan", attributes)
 
 
 def _gated_linear_attention(

@@ -22,7 +22,8 @@ Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
 
 EXPERT = re.compile(
-    r"^(?P<list>(?:.+\.)?(?![^.]*shared)[^.]*expert[^.]*)\.(?P<index>\d{1,8})\.(?P<rest>.+)$"
+    r"^(?P<list>(?:.+\.)?(?![^.]*shared)[^.]*expert[^.]*)\."
+    r"(?:expert_)?(?P<index>\d{1,8})\.(?P<rest>.+)$"
 )
 LAST = ("down", "w2", "fc2", "wo", "c_proj", "output")
 """Parts of names of an expert's last matrix."""
@@ -30,7 +31,8 @@ EMBEDDINGS = (
     *("embed_tokens", "tok_embeddings", "word_embeddings"),
     *("embeddings", "embed", "embed_in", "wte"),
 )
-UNTRAINED = ("correction_bias", "expert_bias", "tid2eid", "inv_freq")
+UNTRAINED = ("correction_bias", "expert_bias", "tid2eid", "inv_freq", "slope_rate", "_decay")
+FEED_FORWARD = {"gate_proj", "up_proj", "down_proj", "gate_up_proj", "fc1", "fc2", "w1", "w2", "w3"}
 MAX_DEPTH = 24
 MAX_ELEMENTS = 2**62
 """Of one tensor: torch counts elements and bytes in 64 bits."""
@@ -50,11 +52,15 @@ class ExpertBanks(Inferred):
     is_transposed = False
 
 
+class InferredMLP(Inferred):
+    """A feed-forward: nothing in it but projections up and down."""
+
+
 class GatedRMSNorm(nn.RMSNorm):
     """A norm whose output a gate multiplies."""
 
 
-MODULE = ExpertBanks()
+EMPTY = ExpertBanks()
 RESERVED = ("config", "notes", "reason", "tied_head")
 """Attributes of the model that the modules are put in."""
 
@@ -66,14 +72,14 @@ class Node:
     shapes: dict[str, Shape] = field(default_factory=dict)
     """Of the tensors that lie here, by last word."""
     children: dict[str, Node] = field(default_factory=dict)
-    experts: int = 0
-    """How many experts were stacked into what lies below; 0 elsewhere."""
+    is_experts: bool = False
+    """Whether what lies below was stacked from a list of experts."""
 
 
 def build(shapes: Mapping[str, Shape]) -> tuple[nn.Module, list[str]]:
     """The tree of modules of these tensors, and notes on what does not fit in one."""
     notes: list[str] = []
-    stacked, counts = stack_experts(shapes, notes)
+    stacked, lists = stack_experts(shapes, notes)
     root = Node()
     left_out = 0
     for name, shape in sorted(stacked.items()):  # so that like layers are built alike
@@ -85,37 +91,33 @@ def build(shapes: Mapping[str, Shape]) -> tuple[nn.Module, list[str]]:
         for word in path:
             node = node.children.setdefault(_safe(word), Node())
         node.shapes[_safe(last)] = shape
-    for name, count in counts.items():
-        _find(root, name).experts = count
+    for name in lists:
+        _find(root, name).is_experts = True
     if left_out:
         notes.append(f"{left_out} tensors with absurd names or shapes are not counted")
     return _module("", root), notes
 
 
-def stack_experts(
-    shapes: Mapping[str, Shape], notes: list[str]
-) -> tuple[dict[str, Shape], dict[str, int]]:
-    """The shapes with every list of alike experts stacked, and the number of experts by list.
+def stack_experts(shapes: Mapping[str, Shape], notes: list[str]) -> tuple[Shapes, list[str]]:
+    """The shapes with every list of experts stacked, and the paths of these lists.
 
     `mlp.experts.7.w1.weight [I, H]` becomes `mlp.experts.w1.weight [E, I, H]`.
     """
     lists: dict[str, dict[str, dict[int, Shape]]] = defaultdict(lambda: defaultdict(dict))
-    found: dict[str, Shape] = {}
+    found: Shapes = {}
     for name, shape in shapes.items():
         if match := EXPERT.match(name):
             lists[match["list"]][match["rest"]][int(match["index"])] = shape
         else:
             found[name] = shape
-    counts: dict[str, int] = {}
     for owner, matrices in lists.items():
-        counts[owner] = max(len(of_expert) for of_expert in matrices.values())
+        count = max(len(of_expert) for of_expert in matrices.values())
         for rest, of_expert in matrices.items():
-            kinds = set(of_expert.values())
-            if len(kinds) > 1 or len(of_expert) != counts[owner]:
+            forms = set(of_expert.values())
+            if len(forms) > 1 or len(of_expert) != count:
                 notes.append(f"the experts of {owner:.120} are not alike: {rest:.60}")
-            largest = max(kinds, key=elements)
-            found[f"{owner}.{rest}"] = (len(of_expert), *largest)
-    return found, counts
+            found[f"{owner}.{rest}"] = (len(of_expert), *max(forms, key=elements))
+    return found, list(lists)
 
 
 def is_expert(path: str) -> bool:
@@ -137,7 +139,7 @@ def safe_path(path: str) -> str:
 
 def _safe(word: str) -> str:
     """A word that hides no attribute of a module."""
-    return f"{word}_" if not word or word in RESERVED or hasattr(MODULE, word) else word
+    return f"{word}_" if not word or word in RESERVED or hasattr(EMPTY, word) else word
 
 
 def _find(root: Node, name: str) -> Node:
@@ -149,7 +151,7 @@ def _find(root: Node, name: str) -> Node:
 
 def _module(name: str, node: Node) -> nn.Module:
     """The module of a node, whose own word is `name`."""
-    if node.experts:
+    if node.is_experts:
         return _stack_of_experts(node)
     # A tensor may have the name of a module beside it.
     shapes = {f"{w}_" if w in node.children else w: shape for w, shape in node.shapes.items()}
@@ -157,7 +159,9 @@ def _module(name: str, node: Node) -> nn.Module:
         return leaf
     below = {word: _module(word, child) for word, child in node.children.items()}
     experts = {word: s for word, s in shapes.items() if len(s) == 3 and "conv" not in word}
-    module = ExpertBanks() if len(experts) > 1 else Inferred()
+    module = InferredMLP() if below and below.keys() <= FEED_FORWARD else Inferred()
+    if len(experts) > 1 and any(map(is_last, experts)):
+        module = ExpertBanks()
     if below and all(word.isdecimal() for word in below):
         module = nn.ModuleList([below.pop(word) for word in sorted(below, key=int)])
     _hold(module, shapes)
@@ -226,7 +230,8 @@ def _leaf(name: str, shapes: dict[str, Shape]) -> nn.Module | None:
         case (width,) if bias == weight:
             return nn.LayerNorm(width, **meta)
         case (rows, width) if name in EMBEDDINGS and bias is None:
-            return nn.Embedding(rows, width, **meta)
+            # Drawing normals on meta would import torch's compiler, seconds of it.
+            return nn.Embedding.from_pretrained(torch.empty(rows, width, **meta))
         case (rows, width) if bias in (None, (rows,)):
             return nn.Linear(width, rows, bias=bias is not None, **meta)
         case (channels, 1, taps) if bias in (None, (channels,)) and channels and taps:
