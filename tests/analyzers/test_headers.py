@@ -14,6 +14,7 @@ from analyzers.checkpoint import TensorInfo, open_checkpoint
 from analyzers.errors import InputError
 from analyzers.headers import GenericConfig, infer_model
 from analyzers.structure import kinds
+from analyzers.tiny import tiny_config
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "models"
@@ -324,3 +325,22 @@ def test_a_broken_value_of_a_known_type_is_still_an_error(tmp_path):
 def test_device_of_every_parameter_is_meta():
     skeleton = infer_model(generic(EXAMPLES / "kimi-k3"), None)
     assert {p.device for p in skeleton.parameters()} == {torch.device("meta")}
+
+
+FAMILIES = [
+    *("bamba", "deepseek_v2", "falcon_mamba", "glm_moe_dsa", "granitemoehybrid"),
+    *("jamba", "kimi_linear", "lfm2_moe", "mamba2", "minimax", "nemotron_h", "olmoe", "phimoe"),
+    *("qwen2_moe", "qwen3_5_moe_text", "qwen3_vl_moe"),
+]
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_names_of_a_family_give_what_its_class_builds(model_type, tmp_path):
+    tiny_config(model_type).save_pretrained(tmp_path)
+    model = models.build_on_meta(models.load_config(tmp_path))
+    stored = headers({n: tuple(t.shape) for n, t in model.state_dict().items()})
+    skeleton = infer_model(generic(tmp_path), stored)
+    assert parameters(skeleton) == parameters(model)
+    assert layers(kinds(skeleton)) == layers(kinds(model))
+    if any(kind.moe for kind in kinds(model)):
+        assert_same_experts(kinds(skeleton), kinds(model))
