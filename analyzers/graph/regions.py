@@ -320,6 +320,8 @@ def _growth(numel: int | torch.SymInt, batch: Length, sequence: Length) -> tuple
     """Elements a token (or pair, ...) and the power of the sequence length that they grow with."""
     size = numel.node.expr if isinstance(numel, torch.SymInt) else sympy.Integer(numel)
     size = size.subs(batch, 1) if isinstance(batch, sympy.Symbol) else size / batch
+    if size.free_symbols - {sequence}:  # a size that the data decide
+        return 0.0, 0
     if isinstance(sequence, sympy.Symbol):
         far = 2**40  # beyond any rounding to blocks inside the expression
         once, twice = (float(size.subs(sequence, n)) for n in (far, 2 * far))
