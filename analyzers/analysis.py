@@ -277,8 +277,7 @@ def _traced(
         for difference in _differences(kind, kind_calls, graph)
     ]
     agreement = "; ".join(differences) or "its calls are those counted from the modules"
-    fidelity: Fidelity = "traced" if trace.exported else "structural"
-    return list(trace.blocks), fidelity, "; ".join([reason, agreement, *trace.notes])
+    return list(trace.blocks), "traced", "; ".join([reason, agreement, *trace.notes])
 
 
 COMPARED = (
