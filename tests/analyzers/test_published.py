@@ -128,3 +128,10 @@ def test_towers(analysed, name):
     built = {tower.kind: tower.parameters for tower in analysed(name).towers}
     for kind, said in PUBLISHED[name]["towers"].items():
         assert_met(said["figure"], built[kind])
+
+
+def test_indexers_are_all_that_kimi_k3_1_adds(analysed):
+    # 7.44 M in each of the 24 layers of full attention, by the sizes in vLLM's documentation.
+    one, other = analysed("kimi-k3.1-pro").parameters, analysed("kimi-k3").parameters
+    assert one.total - other.total == pytest.approx(178.5e6, rel=0.01)
+    assert one.active - other.active == one.total - other.total
