@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from analyzers.documents import to_data
 from runtime.checks import FLOAT32_TOLERANCE
+from strategies.schema import Lora, LoraTarget
 from tests.runtime.runs import EXAMPLES, plan_for, save_small, torchrun, write_run
 
 CASES = {
@@ -47,7 +49,8 @@ def results(tmp_path_factory, small_model, small_analysis):
     tied = save_small("qwen3_next", run / "tied-model", tie_word_embeddings=True)
     write_run(run / "tied", tied, plan_for(4), analyze(tied))
     packed = EXAMPLES / "models" / "tiny-kimi-k3"
-    write_run(run / "kimi-k3", packed, plan_for(4), analyze(packed))
+    everything = Lora(targets=list(get_args(LoraTarget)))
+    write_run(run / "kimi-k3", packed, plan_for(4), analyze(packed), lora=everything)
     unseen = EXAMPLES / "models" / "tiny-unseen-moe"
     own_code = analyze(unseen, trust_remote_code=True)
     write_run(run / "unseen", unseen, plan_for(4), own_code, trust_remote_code=True)

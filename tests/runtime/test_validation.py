@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
@@ -10,10 +11,15 @@ from analyzers import analyze
 from analyzers.documents import read_document
 from analyzers.errors import ProofError
 from runtime.schema import ValidationReport
+from strategies.schema import Lora, LoraTarget
 from tests.runtime.runs import EXAMPLES, plan_for, write_kernels, write_run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
+TARGETS: dict[str, list[LoraTarget]] = {
+    "tiny-kimi-k3": list(get_args(LoraTarget)),
+    "tiny-qwen3-next": ["attention", "routed_experts"],
+}
 WHAT = ["loss", "gradients", "norm", "update"]
 EXPECTED = {
     "weights_equal_single_process",
@@ -31,12 +37,13 @@ EXPECTED = {
 }
 
 
-@pytest.fixture(scope="module", params=["tiny-kimi-k3", "tiny-qwen3-next"])
+@pytest.fixture(scope="module", params=list(TARGETS))
 def report(request, tmp_path_factory):
     run = tmp_path_factory.mktemp(request.param)
     model = EXAMPLES / "models" / request.param
     # A plan of four ranks, so that its twin on the two that are here is proved.
-    write_run(run, model, plan_for(4, ep=2), analyze(model))
+    lora = Lora(targets=TARGETS[request.param])
+    write_run(run, model, plan_for(4, ep=2), analyze(model), lora=lora)
     assert runtime.validate(run) == read_document(ValidationReport, run / "validation.json")
     return read_document(ValidationReport, run / "validation.json")
 
