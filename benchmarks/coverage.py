@@ -35,7 +35,7 @@ from analyzers.coverage import (
     render,
 )
 
-TIME_LIMIT = 300  # seconds an architecture
+TIME_LIMIT = 600  # seconds an architecture
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 

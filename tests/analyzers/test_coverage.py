@@ -11,21 +11,20 @@ from analyzers.coverage import (
     render,
 )
 
-# One of every family; expected: the mixers of its kinds of layers, experts / top k as the tiny form
-# has them, by the published description of each architecture.
+# Expected: the mixers of the kinds of layers by the published description of each architecture, and
+# experts / top k of the tiny form.
 SAMPLE = {
-    "Qwen3MoeForCausalLM": (["full_attention"], "8 / 2"),
+    "MixtralForCausalLM": (["full_attention"], "8 / 2"),
     "DeepseekV3ForCausalLM": (["mla"], "16 / 2"),
-    "DeepseekV32ForCausalLM": (["sparse_topk"], "16 / 2"),
     "KimiLinearForCausalLM": (["kda", "mla"], "8 / 2"),
     "GptOssForCausalLM": (["sliding_attention", "full_attention"], "8 / 2"),
     "Llama4ForCausalLM": (["chunked_attention", "full_attention"], "8 / 1"),
-    "MiniMaxForCausalLM": (["full_attention", "lightning"], "8 / 2"),
     "FalconH1ForCausalLM": (["mamba2+full_attention"], ""),
+    "GraniteMoeHybridForCausalLM": (["mamba2"], "8 / 2"),
+    "JambaForCausalLM": (["mamba1", "full_attention"], "8 / 2"),
     "MambaForCausalLM": (["mamba1"], ""),
     "Lfm2MoeForCausalLM": (["short_convolution", "full_attention"], "8 / 2"),
-    "RecurrentGemmaForCausalLM": (["rg_lru", "sliding_attention"], ""),
-    "SwitchTransformersForConditionalGeneration": (["full_attention"], "8 / 1"),
+    "RwkvForCausalLM": (["rwkv"], ""),
 }
 
 
