@@ -195,18 +195,21 @@ class _Check:
         told: set[str] = set()
         for recipe in self.conversion.recipes.values():
             shapes: dict[str, Shape] = {}
+            every: list[tuple[str, tuple[tuple[Shape, int], ...]]] = []
             for pattern, names in recipe.sources.items():
                 counted = Counter([self.stored.tensors[name].shape for name in names])
+                every.append((pattern, tuple(counted.items())))
                 shapes[pattern] = usual = max(counted, key=counted.__getitem__)
-                for name in names if len(counted) > 1 else ():
+                # Experts of one stacked bank are alike; others may differ (Ernie's vision experts).
+                alike = len(counted) == 1 or not _single(recipe).by_expert
+                for name in () if alike else names:
                     tensor = self.stored.tensors[name]
                     if tensor.shape != usual and name not in told:
                         told.add(name)
                         detail = f"{_shown(tensor)}, its sisters as {list(usual)}"
                         yield Difference(tensor=tensor.parts[0], kind="shape", detail=detail)
             needed = self._needed(recipe)
-            counts = [len(names) for names in recipe.sources.values()]
-            key = (_family(recipe.name), id(recipe.converter), *shapes.items(), *counts, needed)
+            key = (_family(recipe.name), id(recipe.converter), *every, needed)
             if key not in made:
                 made[key] = self._made(recipe, shapes)
             shape = made[key]
@@ -240,7 +243,9 @@ class _Check:
         one = _single(recipe)
         by_expert = one.by_expert
         run = one if by_expert else recipe
-        source = {name: shapes[pattern] for pattern, names in run.sources.items() for name in names}
+        source = {name: self.stored.tensors[name].shape for name in recipe.names}
+        if by_expert:
+            source |= {names[0]: shapes[pattern] for pattern, names in run.sources.items()}
         dtype = self.expected[recipe.name].dtype
 
         def read(name: str) -> torch.Tensor:
