@@ -29,6 +29,11 @@ LAYERS = 2  # of a stack whose layers are alike
 Level = dict[str, Any]
 
 OVERRIDES: dict[str, Level] = {
+    # Hybrids that have one kind of layer by default.
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_vl": {"text_config.layer_types": ["conv", "full_attention"]},
     # Read by its code, not in its defaults.
     "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
     "deepseek_ocr2": {
@@ -145,7 +150,6 @@ OVERRIDES: dict[str, Level] = {
         "hybrid_layer_ids": [1, 3],
         "attention_hidden_size": 2 * HIDDEN,
         "attention_head_dim": 2 * HIDDEN // HEADS,
-        "mamba_headdim": 2 * HIDDEN // HEADS,
     },
 }
 """By model type: values that the rules below do not find, at dotted paths of the config."""

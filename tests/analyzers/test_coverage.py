@@ -20,7 +20,7 @@ SAMPLE = {
     "GptOssForCausalLM": (["sliding_attention", "full_attention"], "8 / 2"),
     "Llama4ForCausalLM": (["chunked_attention", "full_attention"], "8 / 1"),
     "FalconH1ForCausalLM": (["mamba2+full_attention"], ""),
-    "GraniteMoeHybridForCausalLM": (["mamba2"], "8 / 2"),
+    "GraniteMoeHybridForCausalLM": (["mamba2", "full_attention"], "8 / 2"),
     "JambaForCausalLM": (["mamba1", "full_attention"], "8 / 2"),
     "MambaForCausalLM": (["mamba1"], ""),
     "Lfm2MoeForCausalLM": (["short_convolution", "full_attention"], "8 / 2"),
