@@ -23,6 +23,7 @@ from torch.fx.node import map_arg
 
 from analyzers.graph.collapse import collapse
 from analyzers.graph.opaque import NAMESPACE, WHOLE, replaced
+from analyzers.mixers import Mixer
 from analyzers.models import float32_names, is_named
 from analyzers.structure import Kind, decoder_layers
 
@@ -401,6 +402,20 @@ def _name(graph: LayerGraph) -> None:
         node.meta["part"] = "routed_experts" if glue else graph.kind.part(path)
         name, whole = normalised(graph.kind, path, str(node.target))
         node.meta["operator"], node.meta["whole"] = name, whole
+    for mixer in graph.kind.mixers:
+        if not any(n.meta["operator"] == mixer.operator for n in graph.calls()):
+            _name_spelt_out_attention(graph, mixer)
+
+
+def _name_spelt_out_attention(graph: LayerGraph, mixer: Mixer) -> None:
+    """In code that calls no function of attention its softmax stands for it."""
+    for node in graph.calls():
+        inside = f"{node.meta['path']}.".startswith(f"{mixer.path}.")
+        if inside and mixer.operator in SOFTMAX and str(node.target).startswith("aten.softmax"):
+            node.meta["operator"] = mixer.operator
+
+
+SOFTMAX = ("scaled_dot_product_attention", "sparse_attention", "compressed_attention")
 
 
 def _depends_on_input(graph: fx.Graph) -> set[fx.Node]:
@@ -472,9 +487,7 @@ def normalised(kind: Kind, path: str, target: str) -> tuple[str, str | None]:
     if isinstance(module, nn.Conv1d):
         return "short_convolution", path
     mixer = next((m for m in kind.mixers if f"{path}.".startswith(f"{m.path}.")), None)
-    # Attention is one call, or in the code of a model its softmax stands for it.
-    softmax = ("analyzers.attention", "aten.scaled_dot_product", "aten.softmax")
-    if mixer and target.startswith(softmax):
+    if mixer and target.startswith(("analyzers.attention", "aten.scaled_dot_product")):
         return mixer.operator, None
     if target.startswith(f"{NAMESPACE}."):
         return target.split(".")[1], None
