@@ -143,14 +143,27 @@ def stored_weights(checkpoint: CheckpointFolder, quantization: Mapping[str, Any]
             scale = _scale(stem, tensors)
             if scale is None and name == stem:
                 continue  # eight bits without a scale are stored as they are used
+            if stem in stored.tensors:
+                stored.faults.append(_twice(name, stored.tensors[stem]))
+                parts.add(name)
+                continue
             stored.tensors[stem] = packed = _packed(stem, codes, scale, told, stored.faults)
             parts.update(packed.parts)
         for name, info in tensors.items():
-            if name not in parts and not _joined(info, stored, tensors):
+            if name in parts or _joined(info, stored, tensors):
+                continue
+            if name in stored.tensors:
+                stored.faults.append(_twice(name, stored.tensors[name]))
+            else:
                 kind = PLAIN.get(info.dtype, info.dtype.lower())
                 whole = Logical(name, info.shape, info.dtype, kind, info.nbytes, (name,))
                 stored.tensors[name] = whole
     return stored
+
+
+def _twice(name: str, other: Logical) -> Difference:
+    detail = f"{name} and {other.parts[0]} are the same weight"
+    return Difference(tensor=name, kind="unexpected", detail=detail)
 
 
 def _stem(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> str | None:
@@ -256,7 +269,7 @@ def _layout(
 def _float8(
     shape: Shape, scale_shape: Shape | None, scale_dtype: str | None, told: Scheme
 ) -> _Layout:
-    *outer, rows, columns = shape if len(shape) > 1 else (1, *shape)
+    *outer, rows, columns = (1, 1, *shape)[-max(2, len(shape)) :]
     by_group = (*outer, rows, -(-columns // 32))
     if scale_dtype in EXPONENTS and scale_shape == by_group:
         return _Layout("mxfp8", shape, FLOAT8, EXPONENTS, (by_group,))

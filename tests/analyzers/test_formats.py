@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from analyzers.checkpoint import open_checkpoint
+from analyzers.checkpoint import DTYPE_BITS, CheckpointFolder, TensorInfo, open_checkpoint
 from analyzers.formats import quantization_of, stored_weights
 from analyzers.models.kimi_k3.mxfp4 import pack_mxfp4, unpack_mxfp4
 
@@ -273,3 +275,32 @@ def test_quantization_is_found_at_the_top_and_in_the_text_config(name, told):
 def test_a_senseless_config_is_inferred_from_shapes(tmp_path, quantization):
     assert stored(tmp_path, int4(), quantization).faults == []
     assert stored(tmp_path, fp8(), quantization).faults == []
+
+
+PARTS = ("weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "scale")
+STORED = st.dictionaries(
+    st.tuples(
+        st.sampled_from(["a", "b", "c.experts"]),
+        st.sampled_from([*PARTS, "weight_shape", "weight_zero_point", "input_scale", "bias"]),
+    ).map(".".join)
+    | st.sampled_from(["x_blocks", "x_scales", "weight_scale", "_scale", "_packed", "", "."]),
+    st.tuples(st.sampled_from(sorted(DTYPE_BITS)), st.lists(st.integers(0, 130), max_size=4)),
+    max_size=8,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(tensors=STORED, quantization=st.sampled_from([None, INT4, FP8]))
+def test_any_mix_of_parts_is_read_once(tensors, quantization):
+    """No crash, and every stored tensor is in one weight or is a fault."""
+    infos = {
+        name: TensorInfo(name, dtype, tuple(shape), Path("x"), 0, 8)
+        for name, (dtype, shape) in tensors.items()
+    }
+    found = stored_weights(CheckpointFolder(Path("."), infos, ()), quantization)
+    parts = [part for t in found.tensors.values() for part in t.parts]
+    assert len(parts) == len(set(parts))
+    apart = infos.keys() - set(parts)
+    assert all(any(name in f.detail for f in found.faults) for name in apart)
+    assert all(t.nbytes == 8 * len(t.parts) for t in found.tensors.values())
+    assert all(n >= 0 for t in found.tensors.values() for n in t.shape)

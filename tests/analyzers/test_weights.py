@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from analyzers.analysis import analyze
 from analyzers.checkpoint import CheckpointFolder, TensorInfo, open_checkpoint
 from analyzers.conversion import plan_conversion
 from analyzers.errors import InputError
@@ -221,6 +222,17 @@ def test_float_dtype_of_a_sister_layer_is_harmless_and_told(tmp_path):
     assert found.wrong == []
     (cast,) = [d for d in found.harmless if d.kind == "dtype"]
     assert (cast.tensor, cast.detail) == (name, "stored as fp32, its 5 sisters as bf16")
+
+
+def test_analysis_sizes_the_packed_experts_and_refuses_a_damaged_folder(tmp_path):
+    analysis = analyze(written(tmp_path / "sound"))
+    assert analysis.checkpoint is not None
+    # 5 layers of 12 experts with 3 matrices of 32 x 64, half a byte each and a byte for 32.
+    assert analysis.checkpoint.packed == {"mxfp4": 5 * 12 * 3 * (32 * 64 // 2 + 32 * 64 // 32)}
+    assert analysis.checkpoint.shards == 3
+    assert analysis.checkpoint.differences == []
+    with pytest.raises(InputError, match=r"k_conv1d\.weight: is not in the checkpoint"):
+        analyze(written(tmp_path / "damaged", synthetic_checkpoint.damage))
 
 
 # ------------------------------------------------------------------------------- other models
