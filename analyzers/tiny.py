@@ -99,7 +99,7 @@ OVERRIDES: dict[str, Level] = {
         "loop_layer_index_end": 4,
     },
     # With fewer layers than scales, its plan of scales needs scipy.
-    "inkling_mm_model": {"vision_config.num_hidden_layers": 12},
+    "inkling_mm_model": {"vision_config.n_layers": 12},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 2 * HIDDEN // HEAD_DIM},
@@ -113,6 +113,7 @@ OVERRIDES: dict[str, Level] = {
         "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
         "mlp_layer_types": ["dense", "sparse", "sparse"],
     },
+    "mistral4": {"rope_parameters.partial_rotary_factor": ROPE_DIM / (HEAD_DIM + ROPE_DIM)},
     "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2},
     "qwen3_omni_moe": {
         "talker_config.text_config.shared_expert_intermediate_size": 64,
@@ -134,6 +135,7 @@ OVERRIDES: dict[str, Level] = {
     },
     "recurrent_gemma": {"num_hidden_layers": 3},  # its pattern of three
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [HIDDEN // 4, 3 * HIDDEN // 4]},
+    "step3p7": {"text_config.sliding_window": WINDOW},
     "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
     "unlimited_ocr": {"text_config.num_experts_per_tok": TOP_K},
     "xlstm": {"num_blocks": 2, "embedding_dim": HIDDEN},
