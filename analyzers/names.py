@@ -29,10 +29,6 @@ class Family:
         """The name that has these numbers, whether it is there or not."""
         return "".join(w + n for w, n in zip(self.words, (*numbers, ""), strict=True))
 
-    @property
-    def pattern(self) -> str:
-        return "*".join(self.words)
-
 
 def families(names: Iterable[str], fixed: Iterable[str] = ()) -> list[Family]:
     """All names by what they are without their numbers; numbers in `fixed` count as words."""

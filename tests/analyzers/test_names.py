@@ -26,7 +26,7 @@ def test_experts_and_layers_are_one_family_in_their_order():
     mixed = random.Random(0).sample(names, len(names))
     (family,) = families(mixed)
     assert list(family.names.values()) == names
-    assert family.pattern == "layers.*.experts.*.w1.weight"
+    assert family.words == ("layers.", ".experts.", ".w1.weight")
 
 
 def test_order_is_that_of_the_loader():
