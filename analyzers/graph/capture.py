@@ -8,7 +8,6 @@ cost. Batch and sequence stay symbolic where the code allows it.
 from __future__ import annotations
 
 import inspect
-import operator
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,11 +18,11 @@ from torch import fx, nn
 from torch.export import Dim
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.node import map_arg
 
 from analyzers.graph.collapse import collapse
-from analyzers.graph.opaque import NAMESPACE, WHOLE, replaced
-from analyzers.mixers import Mixer
+from analyzers.graph.flat import flat
+from analyzers.graph.naming import name_calls
+from analyzers.graph.opaque import WHOLE, replaced
 from analyzers.models import float32_names, is_named
 from analyzers.structure import Kind, decoder_layers
 
@@ -231,7 +230,7 @@ def _trace(decoder: nn.Module, hidden: int, tokens: int) -> _Traced:
             about_form = not type(e).__module__.startswith("torch")
             pending = [p for p in pending if (p[0] == form) != about_form]
             continue
-        graph = _flat(program.graph_module, _exported_roles(program))
+        graph = flat(program.graph_module, _exported_roles(program))
         reason = "; ".join(dict.fromkeys(reasons)) if len(dynamic) < len(DIMENSIONS) else ""
         return _Traced(graph, given.shape[0], tokens, list(dynamic), "export", reason)
     given = _inputs("inputs_embeds", 1, tokens, hidden)
@@ -248,7 +247,7 @@ def _trace(decoder: nn.Module, hidden: int, tokens: int) -> _Traced:
         _allow_non_fake_inputs=True,
     )
     reason = f"torch.export failed: {reasons[-1]}"
-    return _Traced(_flat(tracer(given), {}), 1, tokens, [], "make_fx", reason)
+    return _Traced(flat(tracer(given), {}), 1, tokens, [], "make_fx", reason)
 
 
 def _inputs(form: str, batch: int, tokens: int, hidden: int) -> torch.Tensor:
@@ -274,86 +273,6 @@ def _exported_roles(program: torch.export.ExportedProgram) -> dict[str, tuple[st
         for spec in program.graph_signature.input_specs
         if spec.kind in kinds
     }
-
-
-def _flat(module: fx.GraphModule, roles: dict[str, tuple[str, str]]) -> fx.Graph:
-    """All calls in one graph, subgraphs inlined; tensors of the module become placeholders.
-
-    Some operators appear only in subgraphs (an indexer under `no_grad`), so a scan of the top level
-    would miss them. Each node carries `stack`, the paths of the modules around it, and `grad`.
-    """
-    graph = fx.Graph()
-    _inline(graph, module, {}, roles, grad=True, outer=())
-    return graph
-
-
-def _inline(
-    graph: fx.Graph,
-    module: fx.GraphModule,
-    new: dict[fx.Node, Any],
-    roles: dict[str, tuple[str, str]],
-    *,
-    grad: bool,
-    outer: tuple[str, ...],
-) -> Any:
-    """Copies the nodes of `module` to the end of `graph`; what is in `new` is there already.
-    Returns what the module returns."""
-    for node in module.graph.nodes:
-        if node in new:
-            continue
-        modules = (node.meta.get("nn_module_stack") or {}).values()
-        stack = tuple(str(path).partition("@")[0] for path, _ in modules) or outer
-        if node.op == "output":
-            return map_arg(node.args[0], new.__getitem__)
-        if node.op == "get_attr":
-            held = _attribute(module, str(node.target))
-            if isinstance(held, torch.Tensor):
-                new[node] = graph.placeholder(node.name)
-                role = "parameter" if isinstance(held, nn.Parameter) else "buffer"
-                new[node].meta = {"val": held, "role": role, "path": str(node.target)}
-            continue
-        if node.op == "call_function" and node.target in GRAD_MODES:
-            grad = bool(node.args[0])
-            continue
-        if str(node.target).startswith(CHECKS):
-            continue
-        inner, given = _subgraph(module, node)
-        if inner is not None:
-            mapping = dict(zip(inner.graph.find_nodes(op="placeholder"), given, strict=True))
-            mapping = {k: new[v] if isinstance(v, fx.Node) else v for k, v in mapping.items()}
-            inner_grad = bool(node.args[0]) if node.target is SET_GRAD else grad
-            new[node] = _inline(graph, inner, mapping, {}, grad=inner_grad, outer=stack)
-            continue
-        if node.target is operator.getitem and isinstance(new[node.args[0]], (tuple, list)):
-            new[node] = new[node.args[0]][node.args[1]]
-            continue
-        copied = graph.node_copy(node, new.__getitem__)
-        copied.meta = {"val": node.meta.get("val"), "stack": stack, "grad": grad}
-        if node.op == "placeholder":
-            role, path = roles.get(node.name, ("input", ""))
-            copied.meta |= {"role": role, "path": path}
-        new[node] = copied
-    return None
-
-
-GRAD_MODES = (torch._C._set_grad_enabled,)
-CHECKS = ("aten._assert", "aten.sym_constrain")  # export adds them; the model does not run them
-SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
-
-
-def _attribute(module: nn.Module, path: str) -> Any:
-    owner, _, name = path.rpartition(".")
-    return getattr(module.get_submodule(owner), name)
-
-
-def _subgraph(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule | None, list[Any]]:
-    """The graph module that a higher-order call runs, and what it is given."""
-    for position, argument in enumerate(node.args):
-        if isinstance(argument, fx.Node) and argument.op == "get_attr":
-            held = _attribute(module, str(argument.target))
-            if isinstance(held, fx.GraphModule):
-                return held, list(node.args[position + 1 :])
-    return None, []
 
 
 # ------------------------------------------------------------------------------------ one per layer
@@ -383,39 +302,15 @@ def _split(traced: _Traced, owner: nn.Module, name: str, kinds: list[Kind]) -> l
         graph = LayerGraph(kind, module, traced.batch, traced.tokens, traced.dynamic, symbols)
         if not any(graph.calls()):
             raise RuntimeError("a layer left no node in the graph of its decoder")
-        _name(graph)
+        name_calls(graph)
         for mixer in kind.mixers:
             inlined = not any(n.meta["operator"] == mixer.operator for n in graph.calls())
             if inlined and mixer.operator in WHOLE:
                 collapse(module.graph, mixer.path, WHOLE[mixer.operator])
-        _name(graph)
+        name_calls(graph)
         module.recompile()
         graphs.append(graph)
     return graphs
-
-
-def _name(graph: LayerGraph) -> None:
-    for node in graph.calls():
-        path = node.meta["path"]
-        # What a block of experts does between its modules is about the routed ones.
-        glue = path and any(path == moe.path for moe in graph.kind.moes)
-        node.meta["part"] = "routed_experts" if glue else graph.kind.part(path)
-        name, whole = normalised(graph.kind, path, str(node.target))
-        node.meta["operator"], node.meta["whole"] = name, whole
-    for mixer in graph.kind.mixers:
-        if not any(n.meta["operator"] == mixer.operator for n in graph.calls()):
-            _name_spelt_out_attention(graph, mixer)
-
-
-def _name_spelt_out_attention(graph: LayerGraph, mixer: Mixer) -> None:
-    """In code that calls no function of attention its softmax stands for it."""
-    for node in graph.calls():
-        inside = f"{node.meta['path']}.".startswith(f"{mixer.path}.")
-        if inside and mixer.operator in SOFTMAX and str(node.target).startswith("aten.softmax"):
-            node.meta["operator"] = mixer.operator
-
-
-SOFTMAX = ("scaled_dot_product_attention", "sparse_attention", "compressed_attention")
 
 
 def _depends_on_input(graph: fx.Graph) -> set[fx.Node]:
@@ -469,53 +364,3 @@ def _placeholders_first(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="placeholder"):
         if node is not first and first is not None:
             first.prepend(node)
-
-
-def normalised(kind: Kind, path: str, target: str) -> tuple[str, str | None]:
-    """Normalised name of a call, and the path of the module whose calls count as one, if any."""
-    for moe in kind.moes:
-        for name, root in (("router", moe.router), ("experts", moe.experts)):
-            if root and f"{path}.".startswith(f"{root}."):
-                return name, root
-    if site := _residual_site(kind.module, path):
-        return site
-    module = kind.module.get_submodule(path)
-    name = type(module).__name__
-    if "Norm" in name:
-        plain = "rms_norm" if "RMS" in name else "layer_norm"
-        return ("gated_rms_norm" if "Gated" in name else plain), path
-    if isinstance(module, nn.Conv1d):
-        return "short_convolution", path
-    mixer = next((m for m in kind.mixers if f"{path}.".startswith(f"{m.path}.")), None)
-    if mixer and target.startswith(("analyzers.attention", "aten.scaled_dot_product")):
-        return mixer.operator, None
-    if target.startswith(f"{NAMESPACE}."):
-        return target.split(".")[1], None
-    if target == "aten.linear.default":
-        return "linear", None
-    if target.startswith("<"):  # <built-in function mul>, on sizes
-        return f"builtin.{target.rstrip('>').split()[-1]}", None
-    return target.removesuffix(".default"), None
-
-
-def _residual_site(layer: nn.Module, path: str) -> tuple[str, str] | None:
-    """The module around a call that mixes residual streams: what it is, and its path."""
-    words = path.split(".")
-    for end in range(1, len(words) + 1):
-        root = ".".join(words[:end])
-        class_name = type(layer.get_submodule(root)).__name__
-        found = next((name for word, name in RESIDUAL_SITES.items() if word in class_name), None)
-        if found:
-            return found, root
-    return None
-
-
-RESIDUAL_SITES = {
-    "AttentionResidual": "attention_residual",
-    "HyperConnection": "hyper_connection",
-}
-
-
-def plain_name(target: str) -> str:
-    """`aten.silu.default` -> `silu`."""
-    return target.split(".")[1] if "." in target else target
