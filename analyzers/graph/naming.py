@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from analyzers.experts import Moe
 from analyzers.graph.opaque import NAMESPACE
 from analyzers.mixers import Mixer
 from analyzers.structure import Kind
@@ -42,7 +43,7 @@ SOFTMAX = ("scaled_dot_product_attention", "sparse_attention", "compressed_atten
 def normalised(kind: Kind, path: str, target: str) -> tuple[str, str | None]:
     """Normalised name of a call, and the path of the module whose calls count as one, if any."""
     for moe in kind.moes:
-        for name, root in (("router", moe.router), ("experts", moe.experts)):
+        for name, root in (("router", _router_root(moe)), ("experts", moe.experts)):
             if root and f"{path}.".startswith(f"{root}."):
                 return name, root
     if site := _residual_site(kind.module, path):
@@ -64,6 +65,12 @@ def normalised(kind: Kind, path: str, target: str) -> tuple[str, str | None]:
     if target.startswith("<"):  # <built-in function mul>, on sizes
         return f"builtin.{target.rstrip('>').split()[-1]}", None
     return target.removesuffix(".default"), None
+
+
+def _router_root(moe: Moe) -> str | None:
+    """The router's module; where it has its scores from a linear layer inside, all of it."""
+    around = (moe.router or "").rpartition(".")[0]
+    return moe.router if around in ("", moe.path) else around
 
 
 def _residual_site(layer: nn.Module, path: str) -> tuple[str, str] | None:
