@@ -115,6 +115,9 @@ def capture(model: PreTrainedModel, kinds: list[Kind]) -> Capture:
     tokens = next(p for p in PRIMES if not any(w % p == 0 for w in widths))
     with replaced(owner, kinds):
         traced = _trace(decoder, hidden, tokens)
+    if traced.by != "export" and any(m.layout == "module_list" for k in kinds for m in k.moes):
+        with replaced(owner, kinds, lists=False):
+            traced = _trace(decoder, hidden, tokens)
     block = getattr(owner.config, "attn_res_block_size", None)
     graphs = _split(traced, owner, name, kinds)
     for graph in graphs:

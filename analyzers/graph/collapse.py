@@ -28,17 +28,25 @@ def collapse(graph: fx.Graph, path: str, operator: Any) -> fx.Node | None:
         return None
     _take_feeders(inside, own)
     _take_joints(inside, own)
-    results = _results(inside)
-    if len(results) != 1:
+    while len(results := _results(inside)) == 1:
+        members = [n for n in own if n in inside]
+        inputs = [n for n in _sources(members) if isinstance(n.meta["val"], torch.Tensor)]
+        inputs.sort(key=lambda n: n.op == "placeholder")  # weights and buffers last
+        result = results[0]
+        sizes = [_size(s, inputs) for s in result.meta["val"].shape]
+        if None not in sizes:
+            break
+        # A length rounded up to whole chunks is no input's: what cuts it belongs to the scan.
+        users = [n for n in result.users if n in own]
+        if len(users) != len(result.users):
+            return None
+        inside |= set(users)
+    else:
         return None
-    members = [n for n in own if n in inside]
-    inputs = [n for n in _sources(members) if isinstance(n.meta["val"], torch.Tensor)]
-    inputs.sort(key=lambda n: n.op == "placeholder")  # weights and buffers last
-    result = results[0]
     with graph.inserting_after(members[-1]):
         call = graph.call_function(operator, (inputs, []))
     with graph.inserting_before(call):
-        call.args = (inputs, [_size(graph, s, inputs) for s in result.meta["val"].shape])
+        call.args = (inputs, [_node_of(graph, s) for s in sizes])
     call.meta = {"val": result.meta["val"], "path": path, "grad": True}
     result.replace_all_uses_with(call)
     for node in reversed(members):
@@ -89,20 +97,27 @@ def _sources(members: list[fx.Node]) -> list[fx.Node]:
     return list(found)
 
 
-def _size(graph: fx.Graph, size: Any, inputs: list[fx.Node]) -> Any:
-    """A size of the result: a number, or that of the input that has the same symbol.
+def _size(size: Any, inputs: list[fx.Node]) -> Any:
+    """A size of the result: a number, or (input, dimension) of the same symbol; None for neither.
 
     Compared by the value that it has in the export: code that cuts a sequence into chunks gives
     the least of the length and the chunk.
     """
     if not isinstance(size, torch.SymInt):
         return size
-    source, dim = next(
+    found = (
         (node, dim)
         for node in inputs
         for dim, other in enumerate(node.meta["val"].shape)
         if isinstance(other, torch.SymInt) and other.node.hint == size.node.hint
     )
+    return next(found, None)
+
+
+def _node_of(graph: fx.Graph, size: Any) -> Any:
+    if not isinstance(size, tuple):
+        return size
+    source, dim = size
     node = graph.call_function(torch.ops.aten.sym_size.int, (source, dim))
-    node.meta = {"val": size, "path": "", "grad": True}
+    node.meta = {"val": source.meta["val"].shape[dim], "path": "", "grad": True}
     return node

@@ -160,8 +160,11 @@ experts.register_autograd(_differentiate_experts, setup_context=_keep_experts)
 
 
 @contextlib.contextmanager
-def replaced(owner: nn.Module, kinds: list[Kind]) -> Iterator[None]:
-    """While it lasts, the model's code calls the operators above instead of its own."""
+def replaced(owner: nn.Module, kinds: list[Kind], *, lists: bool = True) -> Iterator[None]:
+    """While it lasts, the model's code calls the operators above instead of its own.
+
+    With `lists`, also for experts in a list of modules, whose loop depends on the data.
+    """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -183,9 +186,13 @@ def replaced(owner: nn.Module, kinds: list[Kind]) -> Iterator[None]:
                 stack.enter_context(mock.patch.dict(own, found))
             for moe in kind.moes:
                 module: Any = kind.module.get_submodule(moe.experts)
-                if type(module).forward is nn.Module.forward:
-                    continue  # a list of modules, which the code around it goes through
                 sizes = [_activation_bytes(module, moe), moe.intermediate_size]
+                if type(module).forward is nn.Module.forward:
+                    # A list of modules, which the code around it goes through.
+                    block = kind.module.get_submodule(moe.path)
+                    if lists and (forward := _listed_forward(kind.module, block, moe, sizes)):
+                        stack.enter_context(mock.patch.object(block, "forward", forward))
+                    continue
                 forward = _experts_forward(module, sizes, moe.count)
                 stack.enter_context(mock.patch.object(module, "forward", forward))
         yield
@@ -209,10 +216,14 @@ def _mask_function(
 
 
 def _delta_rule(operator: Callable) -> Callable:
-    def function(query, key, value, g, beta, **kwargs):
-        return operator([query, key, value, g, beta], list(value.shape)), None
+    def function(q, k, v, g, beta, *args, **kwargs):
+        return operator([q, k, v, g, beta], list(v.shape)), None
 
     return function
+
+
+def _gla(q, k, v, g, *args, **kwargs):
+    return gla([q, k, v, g], list(v.shape)), None
 
 
 def _ssd(hidden_states, dt, A, B, C, chunk_size, D=None, dt_bias=None, **kwargs):
@@ -243,8 +254,12 @@ FUNCTIONS: dict[str, Callable] = {
     "mamba_selective_scan": _selective_scan,
     "causal_conv1d_fn": _convolution,
     "rwkv_linear_attention": _wkv,
+    "chunk_kda": _delta_rule(kda),
+    "chunk_gated_delta_rule": _delta_rule(gated_delta_rule),
+    "chunk_gla": _gla,
 }
-"""By the name under which transformers' models call them."""
+"""By the name under which models call them: transformers' own, and those of
+flash-linear-attention, which models with code of their own call."""
 
 
 def _activation_bytes(module: Any, moe: Moe) -> int:
@@ -267,6 +282,33 @@ def _activation_bytes(module: Any, moe: Moe) -> int:
             result = activation(gate) * up[0] if up else activation(gate)
             del result
     return sum(storage.nbytes() for storage in kept.values())
+
+
+def _listed_forward(
+    layer: nn.Module, block: nn.Module, moe: Moe, sizes: list[int]
+) -> Callable | None:
+    """Router, one call of `experts` and what is shared, in place of a loop over a list; None where
+    the block holds more than these. Of the banks, the first expert stands for all."""
+    beside = {
+        f"{moe.path}.{name}".removeprefix("."): child
+        for name, child in block.named_children()
+        if next(child.parameters(), None) is not None
+    }
+    shared = [beside.pop(path) for path in moe.shared_paths if path in beside]
+    if moe.router is None or beside.keys() != {moe.router, moe.experts}:
+        return None
+    router, listed = beside[moe.router], beside[moe.experts]
+    first = next(iter(listed.children()))
+
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        rows = hidden_states.flatten(0, -2)
+        weights, index = router(rows).topk(moe.top_k, dim=-1)
+        mixed = experts(rows, [index], [weights], list(first.parameters()), sizes)
+        for module in shared:
+            mixed = mixed + module(rows)
+        return mixed.view_as(hidden_states)  # type: ignore[union-attr]
+
+    return forward
 
 
 def _experts_forward(module: nn.Module, sizes: list[int], count: int) -> Callable:
