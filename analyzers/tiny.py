@@ -138,13 +138,7 @@ OVERRIDES: dict[str, Level] = {
     "step3p7": {"text_config.sliding_window": WINDOW},
     "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
     "unlimited_ocr": {"text_config.num_experts_per_tok": TOP_K},
-    # Its form for inference multiplies float32 states by bfloat16 keys.
-    "xlstm": {
-        "num_blocks": 2,
-        "embedding_dim": HIDDEN,
-        "mode": "train_with_padding",
-        "return_last_states": False,
-    },
+    "xlstm": {"num_blocks": 2, "embedding_dim": HIDDEN},
     # The weights of later hybrid layers are tied to the first.
     "zamba": {
         "num_hidden_layers": 4,
