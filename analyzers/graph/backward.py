@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from analyzers.graph.capture import LayerGraph
+from analyzers.graph.layer import LayerGraph
 from analyzers.graph.naming import plain_name
 from analyzers.graph.saved import Runner, carries_gradient
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from analyzers.graph.backward import backward, count
-from analyzers.graph.capture import LayerGraph, capture
+from analyzers.graph.capture import capture
+from analyzers.graph.layer import LayerGraph
 from analyzers.graph.passes import canonicalise
 from analyzers.graph.regions import calls_of, find_regions, to_document
 from analyzers.graph.saved import saved

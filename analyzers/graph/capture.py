@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from analyzers.graph.collapse import collapse
 from analyzers.graph.flat import flat
+from analyzers.graph.layer import Dimension, LayerGraph
 from analyzers.graph.naming import name_calls
 from analyzers.graph.opaque import WHOLE, replaced
 from analyzers.models import float32_names, is_named
@@ -29,65 +29,9 @@ from analyzers.structure import Kind, decoder_layers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Dimension = Literal["batch", "sequence"]
 DIMENSIONS: tuple[Dimension, Dimension] = ("batch", "sequence")
 PRIMES = (251, 241, 239, 233)
 """Lengths to export at: a prime that divides no width tells a tensor's power of the length."""
-
-
-@dataclass
-class LayerGraph:
-    """The calls of one layer, `module`, whose nodes carry this in `meta`:
-
-    call_function: `val` (fake tensor, or what it returns), `operator` (normalised name), `path` of
-    the calling module in the layer, `part`, `whole` (path of the module whose calls count as one:
-    a norm, a router; else None), `grad` (whether gradients are recorded).
-    placeholder: `val`, `role` ("parameter", "buffer" or "input"), `path` of a weight in the layer
-    or in the decoder, `grad` (whether it depends on the layer's input).
-    """
-
-    kind: Kind
-    module: fx.GraphModule
-    batch: int
-    tokens: int
-    """Batch and length of the export."""
-    dynamic: list[Dimension]
-    symbols: dict[Any, Dimension] = field(default_factory=dict)
-    starts: float = 1
-    """Block starts that attention residuals hand to a layer, the mean over the layers of the kind;
-    the cut-down decoder has one."""
-
-    def calls(self) -> Iterator[fx.Node]:
-        return (n for n in self.module.graph.nodes if n.op == "call_function")
-
-    def placeholders(self) -> list[fx.Node]:
-        return [n for n in self.module.graph.nodes if n.op == "placeholder"]
-
-    def arguments(self, batch: int, tokens: int, starts: int = 1) -> list[Any]:
-        """What the placeholders take, on the meta device, for `starts` block starts."""
-        values = [self._concrete(n.meta["val"], batch, tokens) for n in self.placeholders()]
-        if starts == 1 or self.starts == 1:
-            return values
-        bank = next(
-            i for i, v in enumerate(values) if getattr(v, "ndim", 0) == 4 and v.shape[2] == 1
-        )
-        values[bank] = values[bank].repeat(1, 1, starts, 1)
-        return values
-
-    def _concrete(self, value: Any, batch: int, tokens: int) -> Any:
-        """A value at this batch and length: a meta tensor, a number."""
-        if not isinstance(value, torch.Tensor):
-            return self.number(value, batch, tokens)
-        sizes = [self.number(size, batch, tokens) for size in value.shape]
-        return torch.empty(sizes, dtype=value.dtype, device="meta")
-
-    def number(self, size: Any, batch: int, tokens: int) -> Any:
-        """A size at this batch and length."""
-        if not isinstance(size, torch.SymInt):
-            return size
-        numbers = {"batch": batch, "sequence": tokens}
-        expression = size.node.expr.subs({s: numbers[d] for s, d in self.symbols.items()})
-        return int(expression)
 
 
 @dataclass

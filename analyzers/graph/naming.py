@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import nn
 
 from analyzers.experts import Moe
+from analyzers.graph.layer import LayerGraph
 from analyzers.graph.opaque import NAMESPACE
 from analyzers.mixers import Mixer
 from analyzers.structure import Kind
-
-if TYPE_CHECKING:
-    from analyzers.graph.capture import LayerGraph
 
 
 def name_calls(graph: LayerGraph) -> None:

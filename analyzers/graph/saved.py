@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from analyzers.graph.capture import LayerGraph
+from analyzers.graph.layer import LayerGraph
 from analyzers.schema import PartName, Work
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from analyzers.graph import capture as tracing
-from analyzers.graph.capture import LayerGraph, capture
+from analyzers.graph.capture import capture
+from analyzers.graph.layer import LayerGraph
 from analyzers.graph.opaque import ATTENTION, FUNCTIONS, replaced
 from analyzers.models import build_on_meta, load_config
 from analyzers.structure import decoder_layers, kinds
