@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
+import inspect
 import re
 import tempfile
 import time
@@ -94,19 +94,18 @@ def enumerate_architectures() -> tuple[list[Architecture], list[Excluded]]:
         signs = _type_signs(config_class)
         if not signs:
             continue
-        classes = models.candidates(config_class)
+        names = models.class_names(model_type)
         whole = parts.get(model_type)
-        if whole and not any(hasattr(c, "generate") for c in classes):
+        if not names and whole:
             excluded.append(Excluded(model_type, f"a part of {whole}"))
-        elif not classes:
+            continue
+        names = names or [cls.__name__ for cls in models.candidates(config_class)]
+        new = [name for name in names if name not in found]
+        found |= {name: Architecture(model_type, name, signs) for name in new}
+        if not names:
             excluded.append(Excluded(model_type, "no class that reads tokens"))
-        else:
-            new = [cls for cls in classes if cls.__name__ not in found]
-            for cls in new:
-                found[cls.__name__] = Architecture(model_type, cls.__name__, signs)
-            if not new:
-                names = ", ".join(cls.__name__ for cls in classes)
-                excluded.append(Excluded(model_type, f"built as {names}"))
+        elif not new:
+            excluded.append(Excluded(model_type, f"built as {', '.join(names)}"))
     order = sorted(found.values(), key=lambda a: (a.model_type, a.name))
     return order, sorted(excluded, key=lambda e: e.model_type)
 
@@ -122,38 +121,31 @@ def _parts(config_class: type[PreTrainedConfig]) -> Iterator[str]:
 def _type_signs(config_class: type[PreTrainedConfig]) -> tuple[str, ...]:
     """The signs of a type's own code or, where it has none, of the class or of the default text
     model that it takes from another type."""
-    module = _modeling_module(config_class)
-    if signs := _signs(module):
+    source = _modeling_file(config_class)
+    if signs := _signs(source):
         return signs
-    if _source(module) is None:
-        classes = models.candidates(config_class)
-        return next((signs for c in classes if (signs := _signs(c.__module__))), ())
+    if not source.exists():
+        files = [Path(inspect.getfile(cls)) for cls in models.candidates(config_class)]
+        return next((signs for file in files if (signs := _signs(file))), ())
     if "text_config" not in (getattr(config_class, "sub_configs", None) or {}):
         return ()
     try:
         text = config_class().get_text_config()
     except Exception:  # config classes raise anything; one without defaults names no text model
         return ()
-    return _signs(_modeling_module(type(text)))
+    return _signs(_modeling_file(type(text)))
 
 
-def _modeling_module(config_class: type) -> str:
-    return config_class.__module__.replace(".configuration_", ".modeling_")
-
-
-def _source(module: str) -> Path | None:
-    try:
-        spec = importlib.util.find_spec(module)
-    except ImportError:  # a package that is not there
-        return None
-    return Path(spec.origin) if spec and spec.origin else None
+def _modeling_file(config_class: type) -> Path:
+    """Where a config's modelling code is, as transformers names its files."""
+    file = Path(inspect.getfile(config_class))
+    return file.with_name(file.name.replace("configuration_", "modeling_"))
 
 
 @functools.cache
-def _signs(module: str) -> tuple[str, ...]:
-    """The signs among the identifiers that a modelling module defines or sets."""
-    source = _source(module)
-    text = source.read_text(encoding="utf-8") if source else ""
+def _signs(source: Path) -> tuple[str, ...]:
+    """The signs among the identifiers that a modelling file defines or sets."""
+    text = source.read_text(encoding="utf-8") if source.exists() else ""
     forms = {sign: re.compile(form) for sign, form in SIGNS.items()}
     words = set(re.findall(r"\w+", text))
     if not any(form.fullmatch(word) for form in forms.values() for word in words):

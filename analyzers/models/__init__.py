@@ -203,6 +203,17 @@ def candidates(config_class: type) -> list[type[PreTrainedModel]]:
     return list(dict.fromkeys(found))
 
 
+def class_names(model_type: str) -> list[str]:
+    """The names of transformers' language-model classes for a model type; imports none of them."""
+    from transformers.models.auto import modeling_auto
+
+    found: list[str] = []
+    for name in LANGUAGE_MODELS:
+        named = getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES").get(model_type, ())
+        found += [named] if isinstance(named, str) else named
+    return list(dict.fromkeys(found))
+
+
 def _mapped(mapping: Any, config_class: type) -> list[type[PreTrainedModel]]:
     if config_class not in mapping:
         return []

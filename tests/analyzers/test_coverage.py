@@ -15,13 +15,11 @@ from analyzers.coverage import (
 # experts / top k of the tiny form.
 SAMPLE = {
     "MixtralForCausalLM": (["full_attention"], "8 / 2"),
-    "DeepseekV3ForCausalLM": (["mla"], "16 / 2"),
     "KimiLinearForCausalLM": (["kda", "mla"], "8 / 2"),
     "GptOssForCausalLM": (["sliding_attention", "full_attention"], "8 / 2"),
     "Llama4ForCausalLM": (["chunked_attention", "full_attention"], "8 / 1"),
     "FalconH1ForCausalLM": (["mamba2+full_attention"], ""),
     "GraniteMoeHybridForCausalLM": (["mamba2", "full_attention"], "8 / 2"),
-    "JambaForCausalLM": (["mamba1", "full_attention"], "8 / 2"),
     "MambaForCausalLM": (["mamba1"], ""),
     "Lfm2MoeForCausalLM": (["short_convolution", "full_attention"], "8 / 2"),
     "RwkvForCausalLM": (["rwkv"], ""),
