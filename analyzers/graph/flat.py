@@ -17,7 +17,8 @@ def flat(module: fx.GraphModule, roles: dict[str, tuple[str, str]]) -> fx.Graph:
     would miss them. Each node carries `stack`, the paths of the modules around it, and `grad`.
     """
     graph = fx.Graph()
-    _inline(graph, module, {}, roles, grad=True, outer=())
+    # A layer whose result is the decoder's has no other user: no norm follows it.
+    graph.output(_inline(graph, module, {}, roles, grad=True, outer=()))
     return graph
 
 
