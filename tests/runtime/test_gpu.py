@@ -31,10 +31,10 @@ DTYPES = ["float32", "bfloat16"]
 STEPS = 12
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+@pytest.fixture(scope="module", params=["tiny-kimi-linear", "tiny-kimi-k3"])
+def folders(request, tmp_path_factory):
     """The same job without kernels and with them."""
-    model = EXAMPLES / "models" / "tiny-kimi-linear"
+    model = EXAMPLES / "models" / request.param
     analysis, root = analyze(model), tmp_path_factory.mktemp("gpu")
     for name in ("plain", "kernels"):
         write_run(root / name, model, plan_for(4, ep=2), analysis)
@@ -74,6 +74,8 @@ def exact(folders):
 def pair(request, folders):
     """The same dtype without kernels on the CPU, and with kernels on the device."""
     dtype = request.param
+    if dtype == "bfloat16" and "k3" in Documents.read(folders / "plain").job.model:
+        pytest.skip("bfloat16 turns choices among its 56 random experts over, on any device")
     return dtype, Run(folders / "plain", CPU, dtype), Run(folders / "kernels", GPU, dtype)
 
 
