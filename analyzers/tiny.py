@@ -81,7 +81,7 @@ OVERRIDES: dict[str, Level] = {
         "moe_intermediate_size": 64,
     },
     "glm4v_moe": {"text_config.rope_parameters.mrope_section": [2, 3, 3]},
-    "hunyuan_v1_moe": {"head_dim": HEAD_DIM},
+    "hunyuan_v1_moe": {"head_dim": HEAD_DIM, "num_experts": EXPERTS, "moe_topk": TOP_K},
     "inkling2_loop": {
         "text_config.num_hidden_layers": 6,
         "text_config.layer_types": ["hybrid_sliding", "hybrid"] * 3,

@@ -68,6 +68,7 @@ def _define(
     return operator
 
 
+indexer = _define("indexer")
 kda = _define("kda")
 gated_delta_rule = _define("gated_delta_rule")
 gla = _define("gla")
@@ -184,6 +185,9 @@ def replaced(owner: nn.Module, kinds: list[Kind], *, lists: bool = True) -> Iter
                 own = inspect.unwrap(type(module).forward).__globals__
                 found = {name: new for name, new in FUNCTIONS.items() if name in own}
                 stack.enter_context(mock.patch.dict(own, found))
+                if (replacement := MODULES.get(type(module).__name__)) is not None:
+                    forward = replacement(module)
+                    stack.enter_context(mock.patch.object(module, "forward", forward))
             for moe in kind.moes:
                 module: Any = kind.module.get_submodule(moe.experts)
                 sizes = [_activation_bytes(module, moe), moe.intermediate_size]
@@ -260,6 +264,32 @@ FUNCTIONS: dict[str, Callable] = {
 }
 """By the name under which models call them: transformers' own, and those of
 flash-linear-attention, which models with code of their own call."""
+
+
+def _mlstm_forward(module: nn.Module) -> Callable:
+    """xLSTM's own code mixes dtypes in bfloat16."""
+
+    def forward(query, key, value, igate, fgate, **kwargs):
+        return mlstm([query, key, value, igate, fgate], list(value.shape)), None
+
+    return forward
+
+
+def _block_indexer_forward(module: Any) -> Callable:
+    """Qwen4-Exp goes through the queries one by one; the result is the mask of selected tokens."""
+
+    def forward(hidden_states, position_embeddings, attention_mask, cache=None):
+        given = [module.index_qk_proj(hidden_states), *position_embeddings, attention_mask]
+        return indexer(given, list(attention_mask.shape)) > 0
+
+    return forward
+
+
+MODULES: dict[str, Callable] = {
+    "Qwen4ExpTextQSAIndexer": _block_indexer_forward,
+    "xLSTMBackend": _mlstm_forward,
+}
+"""Modules of transformers that cannot be traced, by their class."""
 
 
 def _activation_bytes(module: Any, moe: Moe) -> int:

@@ -22,7 +22,10 @@ SAMPLE = {
     "GraniteMoeHybridForCausalLM": (["mamba2", "full_attention"], "8 / 2"),
     "MambaForCausalLM": (["mamba1"], ""),
     "Lfm2MoeForCausalLM": (["short_convolution", "full_attention"], "8 / 2"),
+    "LEDForConditionalGeneration": (["full_attention"], ""),
+    "Qwen4ExpForCausalLM": (["gated_delta_net", "sparse_topk"], "8 / 2"),
     "RwkvForCausalLM": (["rwkv"], ""),
+    "xLSTMForCausalLM": (["mlstm"], ""),
 }
 
 
