@@ -230,7 +230,7 @@ def render(results: list[Result], excluded: list[Excluded], setting: str) -> str
         "",
         "Every transformers architecture with routed experts or a linear, state-space or sparse",
         "mixer: found by the identifiers in its modelling code (`analyzers/coverage.py`), analysed",
-        "in a tiny form of its default config (`analyzers/tiny.py`), without weights. Seconds are",
+        "in a tiny form of its default config (`analyzers/tiny`), without weights. Seconds are",
         "those of the whole analysis, nearly all of it export. A layer that was traced has a graph",
         "with every call in it; `structural` means counted from modules.",
         "",
