@@ -6,8 +6,12 @@ attributes, and besides the sizes in the table below under one name each, None w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+from analyzers.errors import InputError
 
 TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
 """Where multimodal configs keep the decoder's part."""
@@ -110,9 +114,46 @@ SIZES: dict[str, tuple[str, ...]] = {
 }
 
 
+REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers")
+LARGEST = {
+    "num_hidden_layers": 10_000,  # are built one by one
+    "num_experts": 10**6,
+    "max_position_embeddings": math.inf,  # huge stands for no limit
+    "sliding_window": math.inf,
+}
+
+
 def as_size(value: Any) -> int | None:
     """The value when it can be a size."""
     return value if type(value) is int and 0 < value < MAX_SIZE else None
+
+
+def check_sizes(data: dict[str, Any], path: Path) -> None:
+    """Raises InputError for a whole number in a config, at `path`, that cannot be the size that
+    its key names: a class would build for hours, or a model that nobody can have."""
+    for part in (data, _text_part(data)):
+        for name, keys in SIZES.items():
+            # Minus one and zero stand for none in what a model may lack.
+            least = 1 if name in REQUIRED else -1
+            most = LARGEST.get(name, MAX_SIZE)
+            for key in keys:
+                value = part.get(key)
+                if type(value) is int and not least <= value <= most:
+                    fix = f"a whole number from {max(least, 0)} to {most:.0f}"
+                    raise InputError(path, field=key, fault=f"is {str(value)[:24]}", fix=fix)
+        _check_top_k(part, path)
+
+
+def _check_top_k(part: dict[str, Any], path: Path) -> None:
+    counts = [part[k] for k in SIZES["num_experts"] if type(part.get(k)) is int]
+    chosen = [k for k in SIZES["num_experts_per_tok"] if type(part.get(k)) is int]
+    if not counts or not chosen or max(counts) < 2:
+        return
+    experts = max(counts) + (as_size(part.get("zero_expert_num")) or 0)
+    for key in chosen:
+        if not 1 <= part[key] <= experts:
+            fault = f"a token cannot visit {str(part[key])[:24]} of {experts} experts"
+            raise InputError(path, field=key, fault=fault, fix=f"from 1 to {experts}")
 
 
 class GenericConfig:

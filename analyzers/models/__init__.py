@@ -77,9 +77,11 @@ def find_config(
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from analyzers.headers import GenericConfig
+    from analyzers.headers.keys import check_sizes
 
     folder = Path(folder)
     data = read_config(folder)
+    check_sizes(data, folder / "config.json")
     register_own_models()
     model_type = data.get("model_type", "unknown")
     if not isinstance(model_type, str) or not model_type:
@@ -107,9 +109,15 @@ def _of_class(folder: Path, data: dict[str, Any], model_type: str) -> PreTrained
                 return cls.from_dict(cls._decode_special_floats(data))
             return AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
     except Exception as e:  # config classes raise anything, from TypeError to their own errors
-        first = str(e).strip().partition("\n")[0] or type(e).__name__
-        fault = f"is refused by the class of '{model_type}': {first:.300}"
+        fault = f"is refused by the class of '{model_type}': {_in_a_line(e)}"
         raise InputError(folder / "config.json", fault=fault, fix="correct the value") from e
+
+
+def _in_a_line(error: Exception) -> str:
+    """What an error says; the name of its type alone says little, a missing key alone nothing."""
+    text = " ".join(str(error).split())[:300]
+    bare = not text or isinstance(error, KeyError)
+    return f"{type(error).__name__}: {text}".removesuffix(": ") if bare else text
 
 
 def _no_class(folder: Path, data: dict[str, Any], trust_remote_code: bool) -> str | None:
@@ -164,8 +172,8 @@ def build_on_meta(config: PreTrainedConfig, *, dtype: torch.dtype | None = None)
             model.tie_weights()  # part of the initialisation that is left out
             return model
     except Exception as e:  # model classes raise anything on values that do not go together
-        first = str(e).strip().partition("\n")[0] or type(e).__name__
-        raise InputError(where, fault=f"{name} cannot be built: {first:.300}") from e
+        fault = f"{name} cannot be built: {_in_a_line(e)}"
+        raise InputError(where, fault=fault, fix="correct the config") from e
     raise InputError(
         where,
         field="model_type",

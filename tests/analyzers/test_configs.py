@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from analyzers.errors import InputError
-from analyzers.models import build_on_meta, load_config
+from analyzers.models import build_on_meta, find_config, load_config
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "models"
 
@@ -155,3 +155,39 @@ def test_model_is_built_without_memory():
 def test_import_of_the_package_is_cheap():
     code = "import sys, analyzers, analyzers.checkpoint; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+MIXTRAL = json.loads((Path(__file__).parents[1] / "data/configs/mixtral-8x7b.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_hidden_layers", 10**12),  # would be built one by one
+        ("num_hidden_layers", 0),
+        ("hidden_size", -4096),
+        ("vocab_size", 0),
+        ("num_key_value_heads", 10**12),
+        ("num_experts_per_tok", 0),
+        ("num_experts_per_tok", -4),
+        ("num_experts_per_tok", 9),  # of eight
+        ("num_local_experts", 10**30),
+    ],
+)
+@pytest.mark.parametrize("model_type", ["mixtral", "of_nobody"])
+def test_a_number_that_is_no_size_is_refused_by_name(tmp_path, model_type, field, value):
+    data = MIXTRAL | {"model_type": model_type, field: value}
+    with pytest.raises(InputError, match=f"config.json: {field}: "):
+        find_config(folder_with(tmp_path, data))
+
+
+@pytest.mark.parametrize("text", [{}, {"max_position_embeddings": 10**30, "sliding_window": -1}])
+def test_a_size_without_limit_is_none_to_refuse(tmp_path, text):
+    find_config(folder_with(tmp_path, MIXTRAL | text))
+
+
+def test_what_a_class_refuses_is_told_in_full(tmp_path):
+    folder = folder_with(tmp_path, MIXTRAL | {"hidden_size": "wide"})
+    message = refused(folder)
+    assert "'hidden_size'" in message
+    assert "'wide'" in message
