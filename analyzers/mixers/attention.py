@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import nn
@@ -53,7 +54,7 @@ def reach(module: Any, config: Any, attributes: Attributes) -> Mixer:
     window = first_of(module, "sliding_window")
     if sides := first_of(module, "one_sided_attn_window_size"):
         window = 2 * sides + 1
-    if window is None and kind == "sliding_attention":
+    if window is None and (kind == "sliding_attention" or _masks_windows(module, config)):
         window = first_of(config, "sliding_window", "sliding_window_size")
     if isinstance(window, int) and window > 0:
         return Mixer("sliding_attention", OPERATOR, attributes | {"window": window})
@@ -62,6 +63,13 @@ def reach(module: Any, config: Any, attributes: Attributes) -> Mixer:
         return Mixer("chunked_attention", OPERATOR, attributes | {"chunk": int(chunk)})
     name = "mla" if "latent_dim" in attributes else "full_attention"
     return Mixer(name, OPERATOR, attributes)
+
+
+def _masks_windows(module: Any, config: Any) -> bool:
+    """Whether the model masks a window in every layer, as Mixtral does: its code can, and its
+    config names no types of layers."""
+    code = inspect.unwrap(type(module).forward).__globals__
+    return "create_sliding_window_causal_mask" in code and not first_of(config, "layer_types")
 
 
 def heads(module: Any, config: Any) -> Attributes:

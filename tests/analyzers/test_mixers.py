@@ -109,3 +109,19 @@ def test_what_has_no_queries_and_keys_is_no_mixer():
     feed_forward = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
     assert not is_mixer(feed_forward)
     assert recognise(feed_forward, None) is None
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "mistral", "qwen3_moe", "phimoe"])
+def test_a_window_in_the_config_alone_is_one_of_every_layer(model_type):
+    # transformers masks so wherever the config names no types of layers (modeling_mixtral.py).
+    config = tiny_config(model_type)
+    config.sliding_window = 6
+    found = [m for kind in kinds(build_on_meta(config)) for m in kind.mixers]
+    assert {(m.name, m.attributes["window"]) for m in found} == {("sliding_attention", 6)}
+
+
+def test_a_window_that_no_layer_has_masks_nothing():
+    config = tiny_config("gpt_oss")
+    config.layer_types = ["full_attention"] * config.num_hidden_layers
+    found = [m for kind in kinds(build_on_meta(config)) for m in kind.mixers]
+    assert {m.name for m in found} == {"full_attention"}
