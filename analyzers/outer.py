@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
@@ -84,7 +85,7 @@ def outer_calls(model: PreTrainedModel) -> list[Call]:
     calls = [costs.embedding(text.vocab_size, text.hidden_size)]
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear):
-        calls.append(costs.linear(head, "head"))
+        calls.append(replace(costs.linear(head, "head"), adapter=None))
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in FINAL and not name.startswith(inside) and norms:
             calls.append(costs.norm(type(module).__name__, text.hidden_size, "norm", norms))

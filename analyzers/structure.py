@@ -63,9 +63,14 @@ class Kind:
         around = path.partition(".")[0]  # an output projection beside the attention proper
         if "attention" in around and any(m.path.startswith(f"{around}.") for m in self.mixers):
             return "mixer"
-        # What is left beside the experts projects (and norms) around a latent space.
-        if any(moe.path and _under(path, moe.path) for moe in self.moes):
-            return "latent_projection"
+        for moe in self.moes:
+            if path == moe.path:  # sums what its experts give
+                return "routed_experts"
+            if moe.path and _under(path, f"{moe.path}.shared_expert_gate"):  # Qwen's; one number
+                return "router"
+            # What is left beside the experts projects (and norms) around a latent space.
+            if moe.path and _under(path, moe.path):
+                return "latent_projection"
         return "norm" if "norm" in path else "other"
 
     def elements(self, path: str, parameter: nn.Parameter) -> int:

@@ -84,6 +84,8 @@ def _calls(
             return [router(moe, module)]
         if _under(path, moe.experts) or _under(path, moe.router):
             return []
+    if isinstance(module, nn.Linear) and kind.part(path) == "router":  # takes no adapter
+        return [replace(linear(module, "router"), adapter=None)]
     if isinstance(module, nn.Linear):
         tensor = _input(kind, path, module, config.hidden_size)
         keeps = tensor not in kept and not _is_attention_output(kind, path, module)

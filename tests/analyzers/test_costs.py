@@ -159,8 +159,10 @@ def test_choices_of_experts_that_compute_nothing_are_not_priced(analyses):
 
 def test_frozen_linear_keeps_nothing_and_an_adapted_one_its_input(analyses):
     a = analyses("qwen3-next-80b-a3b")
-    linears = operators(a, "linear")
-    for o in linears:
+    # Neither head nor what weighs the shared expert takes an adapter.
+    none = [o.attributes["out_features"] for o in operators(a, "linear") if not o.adapter]
+    assert sorted(none) == [1, a.vocab_size]
+    for o in (o for o in operators(a, "linear") if o.adapter):
         i, out = o.attributes["in_features"], o.attributes["out_features"]
         assert o.flops == o.backward.flops == Work(per_token=o.count * 2 * i * out)
         assert o.saved_bytes == Work()
@@ -281,7 +283,10 @@ def test_table_of_kimi_k3_is_what_the_analysis_says(analyses):
     for linear in operators(a, "linear"):
         shape = linear.attributes["in_features"], linear.attributes["out_features"]
         assert linear.flops == Work(per_token=flops.pop(shape))
-        assert linear.adapter.width == adapters.pop(shape, 7168 + 163840)  # the head takes none
+        if shape == (7168, 163840):
+            assert linear.adapter is None
+        else:
+            assert linear.adapter.width == adapters.pop(shape)
     (router,), (experts,) = operators(a, "router"), operators(a, "experts")
     assert router.flops == Work(per_token=flops.pop((7168, 896)))
     assert experts.flops == Work(per_token=flops.pop((3584, 6144)) + flops.pop((3072, 3584)))

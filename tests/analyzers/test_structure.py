@@ -326,3 +326,10 @@ def test_weight_format_of_the_stored_experts():
     a = analysis.analyze(EXAMPLES / "tiny-kimi-k3")
     assert a.experts.weight_format == "mxfp4"
     assert Counter(layer.feed_forward for layer in a.layers)["moe"] == 7
+
+
+def test_the_gate_of_a_shared_expert_is_no_latent_projection(structure_of):
+    a = structure_of(released("qwen3.5-122b-a10b"))
+    parts = {p.name: p for block in a.blocks for p in block.parts}
+    assert "latent_projection" not in parts
+    assert parts["router"].parameters == 256 * 3072 + 3072
