@@ -154,11 +154,15 @@ ATTEMPTS: tuple[tuple[Dimension, ...], ...] = (
 )
 
 
-def _trace(decoder: nn.Module, hidden: int, tokens: int) -> _Traced:
+def _trace(decoder: _Decoder, hidden: int, tokens: int) -> _Traced:
     """By torch.export with as much symbolic as goes; from embeddings, or from token ids where the
     code asks for them (a router that hashes tokens); by make_fx where neither goes."""
     reasons = []
-    pending = [(form, dynamic) for dynamic in ATTEMPTS for form in ("inputs_embeds", "input_ids")]
+    forms = ["inputs_embeds", "input_ids"]
+    inner = [m for m in decoder.modules() if m not in (decoder, decoder.owner)]
+    if any("input_ids" in _parameters(m) for m in inner):
+        forms.reverse()
+    pending = [(form, dynamic) for dynamic in ATTEMPTS for form in forms]
     while pending:
         form, dynamic = pending.pop(0)
         # A symbolic batch is not 1, which export would take for a constant.
