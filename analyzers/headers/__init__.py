@@ -7,7 +7,7 @@ it has no forward, so there is no graph.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 
 from torch import nn
 
@@ -20,12 +20,14 @@ from analyzers.headers.roles import name_mixers
 from analyzers.headers.skeleton import (
     ExpertBanks,
     Inferred,
+    Shape,
     Shapes,
     build,
     elements,
     is_expert,
     safe_path,
 )
+from analyzers.outer import outer_part
 
 HEADS = ("lm_head", "embed_out", "output", "head", "tied_head")
 NUMBERED = re.compile(r"^(?P<list>.*?)\.(?P<index>\d{1,8})\.(?P<rest>.+)$")
@@ -69,8 +71,13 @@ def infer_model(config: GenericConfig, checkpoint: CheckpointFolder | None) -> S
         if stored:
             notes.append("the tensor names show no list of layers: the config alone is read")
         shapes, more = expected_tensors(config)
+    elif outer_part(f"{layers}.0") == "vision":
+        where = f"{config.name_or_path}/config.json"
+        fault = f"the weights are those of '{layers}' alone, no language model"
+        raise InputError(where, fault=fault, fix="add the shards of the decoder")
     else:
         shapes, more = _without_later_layers(stored, layers, config)
+        more += _odd_ones(shapes, layers)
     notes += more
     tree, more = build(shapes)
     model = type(_class_name(config), (Skeleton,), {})()
@@ -130,6 +137,23 @@ def _without_later_layers(
     return found, notes
 
 
+def _odd_ones(shapes: Shapes, layers: str) -> list[str]:
+    """Tensors whose shape one layer alone has, where all others (three at least) agree."""
+    alike: dict[str, dict[str, Shape]] = defaultdict(dict)
+    for name, shape in shapes.items():
+        match = NUMBERED.match(name)
+        if match and match["list"] == layers:
+            alike[match["rest"]][name] = shape
+    notes = []
+    for named in alike.values():
+        counted = Counter(named.values()).most_common()
+        if len(counted) == 2 and counted[1][1] == 1 and counted[0][1] > 2:
+            (usual, times), (odd, _) = counted
+            name = next(n for n, shape in named.items() if shape == odd)
+            notes.append(f"{name:.120} is {list(odd)}, its {times} sisters {list(usual)}")
+    return notes
+
+
 def _fill_sizes(model: Skeleton) -> None:
     """Hidden width and vocabulary from the embedding (or the norms) where the config has none."""
     config, table = model.config, model.get_input_embeddings()
@@ -179,12 +203,17 @@ def _name_roles(model: Skeleton, layers: str) -> None:
     """Recognises the mixers of the layers at this path, and notes what stays unknown."""
     config, found = model.config, model.get_submodule(safe_path(layers))
     blocks = list(found.children())
-    experts = any(isinstance(m, ExpertBanks) for m in found.modules())
+    banks = [m for m in found.modules() if isinstance(m, ExpertBanks)]
+    experts = bool(banks)
     for block, kind in zip(blocks, mixers(config, len(blocks)), strict=True):
         name_mixers(block, config, kind)
     if config.num_experts and not experts:
         model.notes.append(
             f"the config names {config.num_experts} experts, but no weights look like theirs"
         )
+    held = {p.shape[0] for bank in banks for p in bank.parameters() if p.ndim == 3}
+    if config.num_experts and held and config.num_experts not in held:
+        counts = " or ".join(map(str, sorted(held)))
+        model.notes.append(f"the config says {config.num_experts} experts, the tensors {counts}")
     if experts and not config.num_experts_per_tok:
         model.notes.append("how many experts a token visits is unknown: one is assumed")

@@ -108,15 +108,16 @@ def _of_class(folder: Path, data: dict[str, Any], model_type: str) -> PreTrained
                 # As from_pretrained does: infinity is written as {"__float__": "Infinity"}.
                 return cls.from_dict(cls._decode_special_floats(data))
             return AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
-    except Exception as e:  # config classes raise anything, from TypeError to their own errors
+    # Config classes raise anything, from TypeError to their own errors, and own code may exit.
+    except (Exception, SystemExit) as e:
         fault = f"is refused by the class of '{model_type}': {_in_a_line(e)}"
         raise InputError(folder / "config.json", fault=fault, fix="correct the value") from e
 
 
-def _in_a_line(error: Exception) -> str:
+def _in_a_line(error: BaseException) -> str:
     """What an error says; the name of its type alone says little, a missing key alone nothing."""
     text = " ".join(str(error).split())[:300]
-    bare = not text or isinstance(error, KeyError)
+    bare = not text or isinstance(error, (KeyError, SystemExit))
     return f"{type(error).__name__}: {text}".removesuffix(": ") if bare else text
 
 
@@ -171,7 +172,8 @@ def build_on_meta(config: PreTrainedConfig, *, dtype: torch.dtype | None = None)
                 model = cls._from_config(config, **kwargs)
             model.tie_weights()  # part of the initialisation that is left out
             return model
-    except Exception as e:  # model classes raise anything on values that do not go together
+    # Model classes raise anything on values that do not go together, and own code may exit.
+    except (Exception, SystemExit) as e:
         fault = f"{name} cannot be built: {_in_a_line(e)}"
         raise InputError(where, fault=fault, fix="correct the config") from e
     raise InputError(

@@ -1,6 +1,7 @@
 """Configs: every bad folder gives one clear line, and no code of a folder runs unasked."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -191,3 +192,12 @@ def test_what_a_class_refuses_is_told_in_full(tmp_path):
     message = refused(folder)
     assert "'hidden_size'" in message
     assert "'wide'" in message
+
+
+def test_code_that_exits_is_an_error(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(EXAMPLES / "tiny-unseen-moe", folder)
+    code = folder / "modeling_unseen_moe.py"
+    code.write_text("import sys\nsys.exit(0)\n" + code.read_text())
+    with pytest.raises(InputError, match="cannot be built: SystemExit: 0"):
+        build_on_meta(load_config(folder, trust_remote_code=True))

@@ -344,3 +344,26 @@ def test_names_of_a_family_give_what_its_class_builds(model_type, tmp_path):
     assert layers(kinds(skeleton)) == layers(kinds(model))
     if any(kind.moe for kind in kinds(model)):
         assert_same_experts(kinds(skeleton), kinds(model))
+
+
+def stored_of(folder: Path) -> dict[str, tuple[int, ...]]:
+    return {name: tensor.shape for name, tensor in open_checkpoint(folder).tensors.items()}
+
+
+def test_what_the_tensors_contradict_is_told_by_name():
+    folder = EXAMPLES / "tiny-unseen-moe"
+    stored = stored_of(folder)
+    stored["model.layers.2.input_layernorm.weight"] = (7,)
+    config = generic(folder)
+    config.num_experts = 896
+    notes = infer_model(config, headers(stored)).notes
+    assert "the config says 896 experts, the tensors 16" in notes
+    odd = "model.layers.2.input_layernorm.weight is [7], its 7 sisters [128]"
+    assert odd in notes
+    assert not infer_model(generic(folder), headers(stored_of(folder))).notes
+
+
+def test_a_vision_tower_alone_is_no_language_model():
+    tower = {f"vision_tower.blocks.{i}.attn.qkv.weight": (24, 8) for i in range(3)}
+    with pytest.raises(InputError, match=r"'vision_tower\.blocks' alone, no language model"):
+        infer_model(generic(EXAMPLES / "tiny-unseen-moe"), headers(tower))
