@@ -6,6 +6,7 @@ Everything heavy is imported inside the commands, so that help and mistakes answ
 from __future__ import annotations
 
 import difflib
+import io
 import json
 import os
 import sys
@@ -483,7 +484,8 @@ def _result(context: Context, ending: str) -> dict[str, Any]:
 
 
 def _print_json(data: Any) -> None:
-    typer.echo(json.dumps(data, indent=2, ensure_ascii=False))
+    plain = not (sys.stdout.encoding or "").lower().startswith("utf")  # \u.... is JSON anywhere
+    typer.echo(json.dumps(data, indent=2, ensure_ascii=plain))
 
 
 def _print_json_of(document: Any) -> None:
@@ -497,6 +499,9 @@ def main() -> None:
     if not sys.warnoptions:
         # Deprecations inside libraries: nothing that a user can act on. `python -W` shows them.
         warnings.simplefilter("ignore")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # bars and lines that a terminal cannot write: `?`
+            stream.reconfigure(errors="replace")
     try:
         app()
     except AdaptError as e:

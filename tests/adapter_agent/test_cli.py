@@ -1,6 +1,7 @@
 """The command line's promises: help that teaches, one clear line for a mistake, a clean stdout."""
 
 import json
+import os
 import shlex
 import shutil
 import struct
@@ -458,3 +459,18 @@ def test_doctor_reports_and_ends_well(adapt):
     status, out, _ = adapt("doctor")
     assert status == 0
     assert found["versions"]["torch"] in out
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_terminal_that_knows_no_unicode_is_no_bug(form):
+    root = Path(__file__).parents[2]
+    model = root / "examples" / "models" / "tiny-unseen-moe"
+    script = "import sys; from adapter_agent.cli import main; sys.argv[0] = 'adapt'; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "analyze", str(model), *form],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr
+    text = done.stdout.decode("ascii")
+    assert json.loads(text)["fidelity"] == "headers" if form else "Layers" in text
