@@ -75,7 +75,7 @@ def test_what_is_unknown_is_said(tmp_path, data, shapes, said):
     [
         ({}, None, "hidden_size"),
         ({"hidden_size": 8}, None, "num_hidden_layers"),
-        ({"hidden_size": 8, "num_hidden_layers": 10**8}, None, "vocab_size"),
+        ({"hidden_size": 8, "num_hidden_layers": 8}, None, "vocab_size"),
         (
             {"hidden_size": 8, "num_hidden_layers": 10**8, "vocab_size": 9},
             None,
