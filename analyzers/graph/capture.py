@@ -7,7 +7,9 @@ cost. Batch and sequence stay symbolic where the code allows it.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -57,17 +59,26 @@ def capture(model: PreTrainedModel, kinds: list[Kind]) -> Capture:
     decoder = _Decoder(owner)
     widths = {size for weight in owner.parameters() for size in weight.shape}
     tokens = next(p for p in PRIMES if not any(w % p == 0 for w in widths))
-    with replaced(owner, kinds):
-        traced = _trace(decoder, hidden, tokens)
-    if traced.by != "export" and any(m.layout == "module_list" for k in kinds for m in k.moes):
-        with replaced(owner, kinds, lists=False):
-            traced = _trace(decoder, hidden, tokens)
+    traced = _with_operators(decoder, kinds, hidden, tokens)
     block = getattr(owner.config, "attn_res_block_size", None)
     graphs = _split(traced, owner, name, kinds)
     for graph in graphs:
         if block:
             graph.starts = sum(i // block + 1 for i in graph.kind.layers) / len(graph.kind.layers)
     return Capture(graphs, traced.by, traced.reason)
+
+
+def _with_operators(decoder: _Decoder, kinds: list[Kind], hidden: int, tokens: int) -> _Traced:
+    """Traced with the operators that stay whole in place; a list of experts in its own form where
+    its block does more than the operator stands for."""
+    try:
+        with replaced(decoder.owner, kinds):
+            return _trace(decoder, hidden, tokens)
+    except Exception:
+        if not any(moe.layout == "module_list" for kind in kinds for moe in kind.moes):
+            raise
+    with replaced(decoder.owner, kinds, lists=False):
+        return _trace(decoder, hidden, tokens)
 
 
 def _reader(model: nn.Module, path: str) -> tuple[Any, str]:
@@ -169,13 +180,15 @@ def _trace(decoder: _Decoder, hidden: int, tokens: int) -> _Traced:
         given = _inputs(form, 2 if "batch" in dynamic else 1, tokens, hidden)
         sizes = {i: Dim.DYNAMIC for i, d in enumerate(DIMENSIONS) if d in dynamic}
         try:
-            program = torch.export.export(
-                decoder,
-                (),
-                {form: given},
-                dynamic_shapes={form: sizes} if sizes else None,
-                strict=False,
-            )
+            # On code that it cannot follow torch prints all of the graph that it has so far.
+            with contextlib.redirect_stderr(io.StringIO()):
+                program = torch.export.export(
+                    decoder,
+                    (),
+                    {form: given},
+                    dynamic_shapes={form: sizes} if sizes else None,
+                    strict=False,
+                )
         except Exception as e:  # export raises anything on code that it cannot follow
             reasons.append(f"{' and '.join(dynamic) or 'static'}: {_first_line(e)}")
             about_form = not type(e).__module__.startswith("torch")
