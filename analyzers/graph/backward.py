@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from analyzers.graph.layer import LayerGraph
 from analyzers.graph.naming import plain_name
-from analyzers.graph.saved import Runner, carries_gradient
+from analyzers.graph.saved import Runner, carries_gradient, takes_adapter
 
 RANK = 16
 VIEWS = {
@@ -73,7 +73,7 @@ class _Adapted(Runner):
         super().__init__(graph)
         self._by_call: dict[fx.Node, list[Tensor]] = {}
         for node in graph.calls():
-            if node.meta["operator"] in ("linear", "experts"):
+            if takes_adapter(node):
                 weights = [n.meta["val"] for n in node.all_input_nodes if _is_matrix(n)]
                 self._by_call[node] = [factor for w in weights for factor in _factors(w)]
 

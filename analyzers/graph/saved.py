@@ -57,9 +57,14 @@ def _work(nbytes: float, tokens: int) -> Work:
 
 
 def _is_adapted(node: fx.Node) -> bool:
-    """Whether a weight is one of a linear layer or of a bank of experts, which adapters go on."""
-    adapted = any(user.meta.get("operator") in ("linear", "experts") for user in node.users)
-    return node.meta["role"] == "parameter" and adapted
+    """Whether a weight is one that an adapter may go on."""
+    return node.meta["role"] == "parameter" and any(map(takes_adapter, node.users))
+
+
+def takes_adapter(call: fx.Node) -> bool:
+    """Whether it multiplies with a linear layer or bank of experts that adapters go on; routers and
+    gates beside them take none."""
+    return call.meta.get("operator") in ("linear", "experts") and call.meta["part"] != "router"
 
 
 def carries_gradient(node: fx.Node, value: Any) -> bool:
