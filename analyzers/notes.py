@@ -30,9 +30,9 @@ def about_layers(kinds: list[Kind], residual: Residual, tied: list[list[str]]) -
         )
     if residual.kind == "attention_residual":
         notes.append(
-            "attention residuals hand a bank of block starts from layer to layer; its memory comes"
-            " on top of the saved bytes of the blocks, and pipeline stages begin at multiples of"
-            f" {residual.cut_multiple} layers"
+            "attention residuals hand a bank of block starts from layer to layer, whose copies grow"
+            " with depth (saved bytes are those at the mean depth), and pipeline stages begin at"
+            f" multiples of {residual.cut_multiple} layers"
         )
     if residual.kind == "hyper_connection":
         notes.append(f"hyper-connections carry {residual.streams} residual streams")
