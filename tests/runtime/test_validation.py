@@ -1,4 +1,4 @@
-"""The proofs on two ranks, EP 2, for two shipped models; and that they can fail."""
+"""The proofs on two ranks, EP 2, for three shipped models; and that they can fail."""
 
 import json
 from dataclasses import replace
@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 TARGETS: dict[str, list[LoraTarget]] = {
     "tiny-kimi-k3": list(get_args(LoraTarget)),
     "tiny-qwen3-next": ["attention", "routed_experts"],
+    "tiny-unseen-moe": ["attention", "routed_experts", "shared_experts", "dense"],
 }
 WHAT = ["loss", "gradients", "norm", "update"]
 EXPECTED = {
@@ -43,7 +44,9 @@ def report(request, tmp_path_factory):
     model = EXAMPLES / "models" / request.param
     # A plan of four ranks, so that its twin on the two that are here is proved.
     lora = Lora(targets=TARGETS[request.param])
-    write_run(run, model, plan_for(4, ep=2), analyze(model), lora=lora)
+    trust = (model / "modeling_unseen_moe.py").exists()  # the one that brings its own code
+    analysis = analyze(model, trust_remote_code=trust)
+    write_run(run, model, plan_for(4, ep=2), analysis, lora=lora, trust_remote_code=trust)
     assert runtime.validate(run) == read_document(ValidationReport, run / "validation.json")
     return read_document(ValidationReport, run / "validation.json")
 
