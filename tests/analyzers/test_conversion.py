@@ -47,9 +47,13 @@ def small(kind, **sizes):
 
 CONFIGS = {
     "mixtral": lambda: small("mixtral", num_local_experts=4),
-    "qwen3_moe": lambda: small("qwen3_moe", num_experts=4, moe_intermediate_size=24),
+    "qwen3_moe": lambda: small(
+        "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
+    ),
     # Its query, key and value come apart from one tensor.
-    "sarvam_moe": lambda: small("sarvam_moe", num_experts=4, moe_intermediate_size=24),
+    "sarvam_moe": lambda: small(
+        "sarvam_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
+    ),
 }
 
 
