@@ -14,6 +14,14 @@ from typing import Literal
 from analyzers.documents import document
 
 Fidelity = Literal["traced", "structural", "headers"]
+RegionKind = Literal[
+    "pointwise_chain",
+    "norm_gate",
+    "norm_projection",
+    "attention_norm_gate_projection",
+    "gated_activation",
+    "residual_mixing",
+]
 PartName = Literal[
     "mixer",  # attention or linear attention with its projections
     "router",
@@ -208,14 +216,7 @@ class Region:
 
     name: str
     """Unique in the graph, e.g. `norm_projection_0`."""
-    kind: Literal[
-        "pointwise_chain",
-        "norm_gate",
-        "norm_projection",
-        "attention_norm_gate_projection",
-        "gated_activation",
-        "residual_mixing",
-    ]
+    kind: RegionKind
     nodes: list[str]
     bytes_avoided: Work
     """Forward traffic of the intermediates: read once by each reader inside, and written once

@@ -7,6 +7,7 @@ received, P (row, choice) pairs that this rank computes.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -90,6 +91,13 @@ class Pairs:
     fan: Fan
     """From rows to pairs."""
     weights_P: Tensor
+
+    @functools.cached_property
+    def expert_P(self) -> Tensor:
+        """This rank's number of each pair's expert."""
+        counts_L = torch.tensor(self.counts, device=self.offsets_L.device)
+        ids_L = torch.arange(counts_L.numel(), device=counts_L.device)
+        return ids_L.repeat_interleave(counts_L, output_size=sum(self.counts))
 
     @classmethod
     def of(

@@ -37,9 +37,7 @@ class BankLinear(nn.Module):
     def forward(self, x_PF: Tensor) -> Tensor:
         owner = self._owner[0]
         assert owner.computed is not None, "an expert is called outside of its list"
-        pairs, expert_P = owner.computed
-        biased = f"{self.bank}_bias" in owner._parameters
-        return adapted_linear(owner, self.bank, x_PF, pairs, expert_P if biased else None)
+        return adapted_linear(owner, self.bank, x_PF, owner.computed)
 
 
 class ExpertList(nn.Module):
@@ -74,7 +72,7 @@ class ExpertList(nn.Module):
         self.form = form
         self.bank_names = list(self.sources)
         self.dispatcher: Dispatcher = Local()
-        self.computed: tuple[Pairs, Tensor] | None = None
+        self.computed: Pairs | None = None
         self._recorded: list[tuple[int, Tensor]] | None = None
         self._outputs: Iterator[tuple[int, Tensor]] | None = None
 
@@ -138,10 +136,7 @@ class ExpertList(nn.Module):
         """Each row through its expert, wherever that lives -> [R, D]."""
         recorder.add(self, index_R1)
         x_PD, sent = self.dispatcher.dispatch(x_RD, index_R1, weights_R1, self.num_experts)
-        counts_L = torch.tensor(sent.pairs.counts, device=x_PD.device)
-        ids_L = torch.arange(counts_L.numel(), device=x_PD.device)
-        expert_P = ids_L.repeat_interleave(counts_L, output_size=x_PD.shape[0])
-        self.computed = (sent.pairs, expert_P)
+        self.computed = sent.pairs
         try:
             y_PD = self.form(x_PD)
         finally:

@@ -40,15 +40,14 @@ def _has_grouped_gemm(x_PF: Tensor) -> bool:
     return x_PF.shape[0] > 0 and (x_PF.device.type == "cpu" or x_PF.dtype == torch.bfloat16)
 
 
-def adapted_linear(
-    experts: Any, name: str, x_PF: Tensor, pairs: Pairs, expert_P: Tensor | None
-) -> Tensor:
+def adapted_linear(experts: Any, name: str, x_PF: Tensor, pairs: Pairs) -> Tensor:
     """The bank `name` with bias and low-rank adapter; base weight plus delta never exist as one."""
     weight = local(getattr(experts, name))
     w_LOF = weight.transpose(-2, -1) if experts.is_transposed else weight
     y_PO = grouped_linear(x_PF, w_LOF, pairs)
-    if expert_P is not None:
-        y_PO = y_PO + local(getattr(experts, f"{name}_bias"))[expert_P]
+    bias_LO = getattr(experts, f"{name}_bias", None)
+    if bias_LO is not None:
+        y_PO = y_PO + local(bias_LO)[pairs.expert_P]
     a_LrF = getattr(experts, f"lora_{name}_A", None)
     if a_LrF is None:
         return y_PO
@@ -83,15 +82,10 @@ def run_experts(self: Any, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -
     recorder.add(self, index_TK)
     dispatcher: Dispatcher = getattr(self, "dispatcher", None) or Local()
     x_PD, sent = dispatcher.dispatch(x_TD, index_TK, weights_TK, self.num_experts)
-    expert_P = None
-    if self.has_bias:
-        counts_L = torch.tensor(sent.pairs.counts, device=x_PD.device)
-        ids_L = torch.arange(counts_L.numel(), device=x_PD.device)
-        expert_P = torch.repeat_interleave(ids_L, counts_L, output_size=x_PD.shape[0])
     name = "gate_up_proj" if self.has_gate else "up_proj"
-    h_PI = adapted_linear(self, name, x_PD, sent.pairs, expert_P)
+    h_PI = adapted_linear(self, name, x_PD, sent.pairs)
     h_PI = self._apply_gate(h_PI) if self.has_gate else self.act_fn(h_PI)
-    y_PD = adapted_linear(self, "down_proj", h_PI, sent.pairs, expert_P)
+    y_PD = adapted_linear(self, "down_proj", h_PI, sent.pairs)
     if self.has_post_expert_norm:
         y_PD = self.post_expert_norm(y_PD)
     return dispatcher.combine(y_PD, sent).to(x_TD.dtype)

@@ -9,23 +9,14 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
 
 import sympy
 import torch
 from torch import fx
 
 from analyzers.graph.passes import is_layout, is_mutating, is_pointwise, operator, tensors, word
-from analyzers.schema import Graph, GraphNode, PartName, Region, Work
+from analyzers.schema import Graph, GraphNode, PartName, Region, RegionKind, Work
 
-Kind = Literal[
-    "pointwise_chain",
-    "norm_gate",
-    "norm_projection",
-    "attention_norm_gate_projection",
-    "gated_activation",
-    "residual_mixing",
-]
 Length = int | sympy.Symbol
 
 ATTENTION = {
@@ -159,7 +150,7 @@ class _Finder:
     def __init__(self, calls: list[Call]) -> None:
         self.calls = calls
         self.taken: set[Call] = set()
-        self.found: list[tuple[Kind, set[Call]]] = []
+        self.found: list[tuple[RegionKind, set[Call]]] = []
         # Bit sets of positions: what lies before and after each call.
         self.before = [0] * len(calls)
         self.after = [0] * len(calls)
@@ -232,7 +223,7 @@ class _Finder:
                 "gated_activation" if _is_gated_activation(chain) else "pointwise_chain", chain
             )
 
-    def take(self, kind: Kind, members: set[Call]) -> None:
+    def take(self, kind: RegionKind, members: set[Call]) -> None:
         """Claims a region, with the elementwise calls that feed nothing else, if it is legal."""
         if members & self.taken or not self.legal(members):
             return
