@@ -6,10 +6,12 @@ goes on where it stopped.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -124,13 +126,45 @@ def _environment(interpret: bool) -> dict[str, str]:
     return environment
 
 
+def run_alone(command: list[str], interpret: bool, seconds: float) -> str:
+    """Runs a command in a process group of its own; says what went wrong, or nothing.
+
+    After so many seconds the whole group is killed: a compiler that hangs is a grandchild.
+    """
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            command,
+            env=_environment(interpret),
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return f"no result after {seconds:g} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        said.seek(0)
+        lines = said.read().decode(errors="replace").strip().splitlines()
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    return (lines or ["no output"])[-1][:500] if status else ""
+
+
 def run_on(
-    subject: Subject, stage: str, device: str | None = None, cases: list[str] | None = None
+    subject: Subject,
+    stage: str,
+    device: str | None = None,
+    cases: list[str] | None = None,
+    seconds: float = CANDIDATE_SECONDS,
 ) -> list[Gate]:
     """Runs the candidate in another process and judges here what it hands back.
 
     `stage` is `interpreter`, `cpu` or `device` (then `device` names its type); `cases` picks some
-    by name.
+    by name; the process is killed after so many `seconds`.
     """
     import torch
 
@@ -158,18 +192,9 @@ def run_on(
         asked, answer = Path(folder) / "request.json", Path(folder) / "result.pt"
         asked.write_text(json.dumps(request), encoding="utf-8")
         command = [sys.executable, "-m", "codegen.verify.candidate", str(asked), str(answer)]
-        try:
-            ran = subprocess.run(
-                command,
-                env=_environment(stage == "interpreter"),
-                capture_output=True,
-                text=True,
-                timeout=CANDIDATE_SECONDS,
-            )
-        except subprocess.TimeoutExpired:
-            return failed(f"no result after {CANDIDATE_SECONDS} s")
-        if ran.returncode or not answer.exists():
-            return failed((ran.stderr.strip().splitlines() or ["no output"])[-1][:500])
+        fault = run_alone(command, stage == "interpreter", seconds)
+        if fault or not answer.exists():
+            return failed(fault or "no output")
         result = torch.load(answer, weights_only=True)
     if result["interpreted"] != (stage == "interpreter"):
         return failed("ran in the wrong mode")
