@@ -11,7 +11,7 @@ from analyzers.backends import Backend
 from analyzers.documents import read_document, write_document, write_text
 from analyzers.errors import ProofError
 from analyzers.schema import ModelAnalysis
-from codegen.family import Spec, load_specs
+from codegen.family import Spec, find_spec
 from codegen.render import GENERATOR, Rendered, render
 from codegen.schema import Kernel, KernelSet, OperatorChoice, OperatorMap
 
@@ -45,7 +45,7 @@ def generate(
                 write_text(folder / name, text)
     kernels = []
     for choice, rendered in zip(chosen, made, strict=True):
-        spec = load_specs()[choice.operator]
+        spec = _spec(choice)
         subject = subject_of(rendered, spec, folder)
         gates = verify(subject, backend, folder / CACHE, progress)
         text = rendered.files[rendered.module]
@@ -86,8 +86,14 @@ def generate(
     return made_set
 
 
+def _spec(choice: OperatorChoice) -> Spec:
+    spec = find_spec(choice.operator)
+    assert spec is not None, f"{choice.operator} was chosen to be generated"
+    return spec
+
+
 def _render(choice: OperatorChoice, chosen: list[OperatorChoice], backend: Backend) -> Rendered:
-    spec = load_specs()[choice.operator]
+    spec = _spec(choice)
     several = Counter(c.operator for c in chosen)[choice.operator] > 1
     widths = f"{choice.attributes['key_dim']}x{choice.attributes['value_dim']}"
     name = f"{spec.operator}_{widths}" if several else spec.operator
@@ -116,8 +122,8 @@ def subject_of(rendered: Rendered, spec: Spec, folder: Path):
             "key_dim": rendered.key_dim,
             "value_dim": rendered.value_dim,
             "chunk": rendered.tile.chunk,
-            "per_channel": spec.gate == "per_channel",
-            "grouped": spec.grouped_values,
+            "per_channel": spec.decay == "per_channel",
+            "grouped": True,
         },
         dtypes=spec.dtypes,
     )

@@ -6,6 +6,7 @@ import functools
 import hashlib
 from dataclasses import field, replace
 from importlib import resources
+from typing import Literal
 
 from analyzers.backends import Backend
 from analyzers.documents import document, from_data, to_json
@@ -14,16 +15,27 @@ TEMPLATES = resources.files("codegen") / "templates"
 
 
 @document
+class Launch:
+    """How one kernel is launched."""
+
+    block: int
+    """Tiled width: key channels in kernels parallel over chunks, value channels in those that walk
+    along the sequence."""
+    num_warps: int
+    num_stages: int
+    """Software pipelining of the kernel's loop; 1 is none."""
+
+
+@document
 class Tile:
     """How a chunk is laid on the device."""
 
     chunk: int
     """Tokens of a chunk; a power of two of at least 16."""
-    block_v: int
-    """Value channels of a program."""
-    num_warps: int
-    num_stages: int
-    """Software pipelining of the loop over chunks; 1 is none."""
+    strategy: Literal["split", "fused"]
+    """Chunks prepared in parallel, then walked; or one launch for both."""
+    launches: dict[str, Launch]
+    """By kernel of the rendered module."""
 
 
 @document
@@ -42,10 +54,16 @@ class Spec:
     source: str
     """Paper that defines the operator."""
     function: str
-    gate: str
-    """`per_channel` or `per_head`."""
-    grouped_values: bool
-    """Several value heads may share a key head."""
+    decay: Literal["none", "constant", "per_head", "per_channel"]
+    """Of the state: none, one a head for all tokens (`g_gamma`), or one a token (`g`)."""
+    delta: bool
+    """What the state already holds for the key is subtracted from the value that is written."""
+    beta: Literal["none", "per_head", "per_channel"]
+    """Writing strength of the delta rule; per channel it scales the key that is written."""
+    gate_in_kernel: bool = False
+    """`g` may be raw: the operator computes the log decay from it, `A_log` and `dt_bias`."""
+    aliases: list[str] = field(default_factory=list)
+    """Other names of the same operator."""
     recurrence: list[str]
     template: str
     """Folder under `templates/`."""
@@ -64,6 +82,13 @@ class Spec:
     cpu_chunk: int
     """Tokens of a chunk in the plain torch form."""
 
+    @property
+    def inputs(self) -> list[str]:
+        """The operator's positional tensors, all differentiable."""
+        g = ["g"] if self.decay in ("per_head", "per_channel") else []
+        beta = ["beta"] if self.beta != "none" else []
+        return ["q", "k", "v", *g, *beta]
+
     def tile(self, backend: Backend, key_dim: int) -> Tile:
         """The tile for the backend, with another number of warps where a compiler is known to get
         the usual one wrong. Faults that do not depend on it are left to the gates."""
@@ -71,7 +96,7 @@ class Spec:
         tile = self.tiles.get(triton.backend if triton else "none", self.tiles["default"])
         if triton is None:
             return tile
-        kernel = {"block_k": power_of_two(key_dim), "gate": self.gate, "family": self.kind}
+        kernel = {"block_k": power_of_two(key_dim), "gate": self.decay, "family": self.kind}
 
         def faulty(num_warps: int) -> bool:
             mine = {**kernel, "pass": "backward", "num_warps": num_warps}
@@ -81,9 +106,14 @@ class Spec:
                 for fault in triton.known_faults
             )
 
-        nearest = sorted(triton.num_warps, key=lambda n: (abs(n - tile.num_warps), -n))
-        sound = [n for n in nearest if not faulty(n)]
-        return replace(tile, num_warps=sound[0]) if sound else tile
+        def sound(launch: Launch) -> Launch:
+            nearest = sorted(triton.num_warps, key=lambda n: (abs(n - launch.num_warps), -n))
+            return next(
+                (replace(launch, num_warps=n) for n in nearest if not faulty(n)),
+                launch,
+            )
+
+        return replace(tile, launches={n: sound(launch) for n, launch in tile.launches.items()})
 
     def dot_precision(self, backend: Backend) -> dict[str, str]:
         """By dtype, the first `input_precision` that the backend's compiler knows."""
@@ -97,8 +127,8 @@ class Spec:
         """Why an operator of these attributes is not covered there, or None when it is."""
         if backend.triton and backend.triton.backend not in self.targets:
             return f"it is written for {' and '.join(self.targets)}, not {backend.triton.backend}"
-        if attributes.get("gate", self.gate) != self.gate:
-            return f"its gate is {attributes['gate']}, the family member has {self.gate}"
+        if attributes.get("gate", self.decay) != self.decay:
+            return f"its gate is {attributes['gate']}, the family member has {self.decay}"
         for name in ("key_dim", "value_dim"):
             low, high = getattr(self.limits, name)
             if name not in attributes:
@@ -107,8 +137,6 @@ class Spec:
                 return f"{name} {attributes[name]} is outside {low}..{high}"
         heads = int(attributes.get("heads", 1))
         values = int(attributes.get("value_heads", heads))
-        if values != heads and not self.grouped_values:
-            return f"{values} value heads for {heads} heads"
         if heads < 1 or values % heads:
             return f"{values} value heads are no multiple of {heads} heads"
         return None
@@ -125,16 +153,28 @@ def digest(*texts: str) -> str:
 
 @functools.cache
 def load_specs() -> dict[str, Spec]:
-    """Every member of every family, by operator name."""
+    """Every member of every family, by operator name.
+
+    What the members of a family share is said once, in `families/common/FAMILY.yaml`.
+    """
     import yaml
 
+    folder = resources.files("codegen") / "families"
     specs = {}
-    for file in sorted((resources.files("codegen") / "families").iterdir(), key=lambda f: f.name):
+    for file in sorted(folder.iterdir(), key=lambda f: f.name):
         if file.name.endswith(".yaml"):
             data = yaml.safe_load(file.read_text(encoding="utf-8"))
+            common = folder / "common" / f"{data['family']}.yaml"
+            data = yaml.safe_load(common.read_text(encoding="utf-8")) | data
             spec = from_data(Spec, data, f"codegen/families/{file.name}")
             specs[spec.operator] = spec
     return specs
+
+
+def find_spec(operator: str) -> Spec | None:
+    """The member that generates an operator, by its name or one of its aliases."""
+    named = (s for s in load_specs().values() if operator == s.operator or operator in s.aliases)
+    return next(named, None)
 
 
 def spec_sha256(spec: Spec) -> str:

@@ -10,7 +10,7 @@ from packaging.version import Version
 from analyzers.backends import Backend
 from analyzers.schema import ModelAnalysis, Operator
 from analyzers.support import ask
-from codegen.family import load_specs
+from codegen.family import find_spec
 from codegen.schema import Decision, OperatorChoice, OperatorMap
 
 HOPPER = 90
@@ -54,7 +54,7 @@ def _choose(operator: Operator, backend: Backend) -> OperatorChoice:
         if not fault:
             return choice("existing", "fla", f"{FLA[operator.name][0]} covers it", evidence)
         refused = f"; fla is not used: {fault}"
-    spec = load_specs().get(operator.name)
+    spec = find_spec(operator.name)
     if spec is not None:
         fault = spec.refusal(operator.attributes, backend)
         file = f"codegen/families/{spec.operator}.yaml"
