@@ -1,0 +1,1 @@
+"""Parts of benchmarks/linear_attention.py: workloads, implementations, measuring, pictures."""

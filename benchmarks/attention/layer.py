@@ -1,0 +1,142 @@
+"""The whole layer: transformers' KimiLinearDeltaAttention with the kernels that it finds, and the
+same module with ours bound in. Projections, convolution, gates, KDA, gated norm, output projection.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from attention.measure import Job
+    from attention.workload import Shape
+
+HIDDEN = 2304
+NAMES = ["transformers", "ours"]
+
+
+def layer(job: Job) -> dict:
+    """Errors on few tokens against the module's own torch code in float32, then times.
+
+    `reference` makes what the others are compared with and must come first.
+    """
+    reference = job.implementation == "reference"
+    if reference:
+        sys.modules["fla"] = None  # type: ignore[assignment]  # transformers' torch code runs
+    module = _module(job.shape).to(job.device.name)
+    file = job.folder / f"reference-layer-{job.small}.pt"
+    if reference:
+        torch.save((module.state_dict(), _both(module, *_inputs(job, job.small, torch.float32))), file)
+        return {"status": "right"}
+    return _compare(job, module, file)
+
+
+def _compare(job: Job, module, file: Path) -> dict:
+    from attention.measure import errors, is_wrong
+
+    weights, want = torch.load(file, map_location=job.device.name)
+    module.load_state_dict(weights)
+    _to_working_dtype(module, job.device.dtype)
+    with _kernels(job, module) if job.implementation == "ours" else nullcontext():
+        got = _both(module, *_inputs(job, job.small, job.device.dtype))
+        row = {"errors": errors(got, {n: t.double() for n, t in want.items()})}
+        wrong = is_wrong(row["errors"], job.device.dtype)
+        x, do = _inputs(job, job.shape, job.device.dtype)
+
+        def forward():
+            with torch.no_grad():
+                return [module(x)]
+
+        def forward_backward():
+            return list(_both(module, x, do).values())
+
+        row["forward_ms"] = job.device.median(forward, job.seconds)
+        row["both_ms"] = job.device.median(forward_backward, job.seconds)
+        row["both_extra_bytes"] = job.device.extra_bytes(forward_backward)
+        for parameter in module.parameters():
+            parameter.requires_grad_(False)
+        # As in LoRA training: gradients flow through the layer, its own weights are frozen.
+        row["frozen_ms"] = job.device.median(forward_backward, job.seconds)
+    if wrong:
+        return row | {"status": "wrong", "note": f"wrong: {', '.join(wrong)}"}
+    return row | {"status": "right"}
+
+
+def _config(shape: Shape):
+    from transformers import KimiLinearConfig
+
+    if shape.heads != shape.value_heads or shape.key_dim != shape.value_dim:
+        raise ValueError("the layer has as many value heads as heads, and one width")
+    return KimiLinearConfig(
+        hidden_size=HIDDEN if shape.heads == 32 else shape.heads * shape.key_dim,
+        linear_num_heads=shape.heads,
+        linear_head_dim=shape.key_dim,
+        num_hidden_layers=1,
+        layer_types=["linear_attention"],
+        mlp_layer_types=["dense"],
+        vocab_size=256,
+        intermediate_size=256,
+        num_experts=2,
+        num_experts_per_token=1,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+    )
+
+
+def _module(shape: Shape):
+    """The layer with seeded weights; decay rates and time steps as a Kimi Linear model starts."""
+    from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
+
+    torch.manual_seed(0)
+    module = KimiLinearDeltaAttention(_config(shape), 0)
+    with torch.no_grad():
+        gate = module.forget_gate
+        gate.A_log.copy_(torch.empty_like(gate.A_log).uniform_(1, 16).log())
+        step = torch.empty_like(gate.dt_bias).uniform_(1e-3, 1e-1)
+        gate.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))
+    return module
+
+
+def _to_working_dtype(module, dtype: torch.dtype) -> None:
+    """Weights in `dtype`; the decay's parameters stay in float32, as checkpoints keep them."""
+    for name, parameter in module.named_parameters():
+        if not name.endswith(("A_log", "dt_bias")):
+            parameter.data = parameter.data.to(dtype)
+
+
+def _inputs(job: Job, shape: Shape, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    hidden = _config(shape).hidden_size
+    size = (shape.batch, shape.tokens, hidden)
+    x, do = (torch.randn(size, device=job.device.name).to(dtype) for _ in range(2))
+    return x.requires_grad_(), do
+
+
+def _both(module, x: torch.Tensor, do: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The output, the gradient of the input, and of every weight that takes one."""
+    weights = {n: p for n, p in module.named_parameters() if p.requires_grad}
+    o = module(x)
+    grads = torch.autograd.grad(o, [x, *weights.values()], do)
+    named = zip(["x", *weights], grads, strict=True)
+    return {"o": o.detach(), **{f"d{n}": g for n, g in named}}
+
+
+def _kernels(job: Job, module):
+    """Binds a kernel of ours at every place of the layer that one can be bound at."""
+    from analyzers import analyze
+    from codegen.family import load_specs
+    from codegen.install import bind
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = _config(job.shape)
+        config.architectures = ["KimiLinearForCausalLM"]
+        config.save_pretrained(folder)
+        operators = analyze(folder).operators
+    wanted = [o for o in operators if o.site is not None and o.name in load_specs()]
+    return bind(module, [_loaded(operator, job.folder) for operator in wanted])

@@ -1,0 +1,334 @@
+"""What runs inside one process: errors, times and memory of one implementation."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import statistics
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from attention.implementations import Unsupported, build, ours_with_state, reference
+from attention.workload import Shape, inputs, members, output_gradient
+
+# An implementation is wrong beyond these relative errors, for a whole tensor and for its worst
+# token (whose size counts as at least a tenth of the usual one). Meant to sort out broken kernels;
+# the harness has the strict rule.
+LIMITS = {torch.bfloat16: (0.03, 0.3), torch.float32: (1e-3, 1e-2)}
+PARAMETERS = ("A_log", "dt_bias")
+FLUSH_BYTES = 256 << 20  # several times the level-2 cache
+WARM_UP = 5
+PIECES = 16  # of the long sequence that is checked against carried states
+
+
+class Device:
+    """Clock, cache and memory of the device that the tensors are on."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.cuda = name == "cuda"
+        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=name) if self.cuda else None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.cuda else torch.float32
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def time(self, call: Callable[[], object]) -> float:
+        """Milliseconds of one call, from a cold level-2 cache."""
+        if self._flush is None:
+            began = time.perf_counter()
+            call()
+            return (time.perf_counter() - began) * 1e3
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._flush.zero_()
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end)
+
+    def median(self, call: Callable[[], object], seconds: float) -> float:
+        """Median milliseconds over about so many seconds, at least 5 and at most 100 calls."""
+        for _ in range(WARM_UP if self.cuda else 1):
+            call()
+        self.synchronize()
+        times: list[float] = []
+        began = time.monotonic()
+        while len(times) < 5 or (len(times) < 100 and time.monotonic() - began < seconds):
+            times.append(self.time(call))
+        return statistics.median(times)
+
+    def extra_bytes(self, call: Callable[[], list[torch.Tensor]]) -> int | None:
+        """Peak memory of a call beyond what was there and what it returns."""
+        if not self.cuda:
+            return None
+        self.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        made = call()
+        self.synchronize()
+        returned = sum(t.numel() * t.element_size() for t in made)
+        return torch.cuda.max_memory_allocated() - before - returned
+
+
+device = functools.cache(Device)  # its cache is written over by every measurement
+
+
+def both(function: Callable, x: dict, do: torch.Tensor) -> dict[str, torch.Tensor]:
+    """o and the gradients of the inputs that take one, by name."""
+    wanted = {name: t for name, t in x.items() if t.requires_grad}
+    o = function(x)
+    grads = torch.autograd.grad(o, list(wanted.values()), do)
+    return {"o": o.detach(), **{f"d{n}": g for n, g in zip(wanted, grads, strict=True)}}
+
+
+def errors(got: dict, want: dict) -> dict[str, list[float]]:
+    """Relative error of each tensor as a whole, and of its worst token and head."""
+    return {name: _error(got[name].double(), want[name], name[1:] in PARAMETERS) for name in got}
+
+
+def _error(x: torch.Tensor, exact: torch.Tensor, parameter: bool) -> list[float]:
+    whole = ((x - exact).norm() / exact.norm().clamp_min(1e-30)).item()
+    if parameter:
+        return [whole, whole]
+    rows = (x, exact) if x.ndim == 4 else (x.unsqueeze(-1), exact.unsqueeze(-1))
+    size = rows[1].norm(dim=-1)
+    usual = size.square().mean().sqrt()
+    worst = (rows[0] - rows[1]).norm(dim=-1) / size.clamp_min(0.1 * usual).clamp_min(1e-30)
+    return [whole, worst.max().item()]
+
+
+def is_wrong(found: dict[str, list[float]], dtype: torch.dtype) -> list[str]:
+    whole, worst = LIMITS[dtype]
+    return [name for name, (a, b) in found.items() if not (a <= whole and b <= worst)]
+
+
+def work(task: dict) -> dict:
+    """The row of a task, with its `status`."""
+    try:
+        return PARTS[task["part"]](Job(task))
+    except Unsupported as reason:
+        return {"status": "unsupported", "note": str(reason)}
+    except ImportError as fault:
+        return {"status": "not installed", "note": str(fault)}
+    except torch.OutOfMemoryError as fault:
+        return {"status": "out of memory", "note": str(fault).splitlines()[0][:200]}
+    except Exception as fault:
+        traceback.print_exc()
+        return {"status": "failed", "note": f"{type(fault).__name__}: {fault}"[:400]}
+    finally:
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+
+class Job:
+    """A task's fields, with the names resolved."""
+
+    def __init__(self, task: dict):
+        self.device = device(task["device"])
+        self.folder = Path(task["folder"])
+        self.seconds: float = task["seconds"]
+        self.tokens: int = task["tokens"]
+        self.implementation: str = task.get("implementation", "")
+        self.share: list[int] = task.get("share", [0, 1])
+        if "member" in task:
+            (self.spec,) = members([task["member"]])
+            self.gate: str = task["gate"]
+            self.shape = Shape.parse(task["shape"])
+
+    @property
+    def small(self) -> Shape:
+        return self.shape.small(self.tokens)
+
+    @property
+    def reference_file(self) -> Path:
+        name = f"reference-{self.spec.operator}-{self.gate}-{self.small}"
+        return self.folder / f"{name.replace(':', '_')}.pt"
+
+    def inputs(self, shape: Shape) -> tuple[dict, torch.Tensor]:
+        """The inputs and the gradient of o."""
+        x = inputs(self.spec, shape, self.gate, self.device.name, self.device.dtype)
+        return x, output_gradient(x)
+
+    def build(self, shape: Shape):
+        return build(self.implementation, self.spec, shape, self.gate, self.folder)
+
+
+def make_reference(job: Job) -> dict:
+    """Saves inputs and exact results on few tokens; gives the errors of the same recurrence on
+    inputs of the working dtype."""
+    x, do = job.inputs(job.small)
+    function = reference(job.spec, job.small, job.gate, job.folder)
+    double = {
+        n: t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t
+        for n, t in x.items()
+    }
+    want = both(function, double, do.double())
+    torch.save((x, do, want), job.reference_file)
+    return {"status": "right", "errors": errors(both(function, x, do), want)}
+
+
+def measure(job: Job) -> dict:
+    """Errors on few tokens first, then times and memory at full length."""
+    began = time.monotonic()
+    function = job.build(job.shape)
+    x, do, want = torch.load(job.reference_file, map_location=job.device.name)
+    row: dict = {}
+    backward = True
+    try:
+        got = both(function, x, do)
+    except (RuntimeError, NotImplementedError) as fault:
+        if isinstance(fault, torch.OutOfMemoryError):
+            raise
+        backward = False
+        row["note"] = f"no backward: {type(fault).__name__}: {fault}"[:300]
+        with torch.no_grad():
+            got = {"o": function(x)}
+    job.device.synchronize()
+    row["ready_s"] = round(time.monotonic() - began, 2)
+    row["errors"] = errors(got, want)
+    wrong = is_wrong(row["errors"], job.device.dtype)
+    del got, want, x
+    x, do = job.inputs(job.shape)
+
+    def forward():
+        with torch.no_grad():
+            return [function(x)]
+
+    def forward_backward():
+        return list(both(function, x, do).values())
+
+    made = forward_backward() if backward else forward()
+    if not all(bool(t.isfinite().all()) for t in made):
+        wrong.append("not finite at full length")
+    del made
+    row["forward_ms"] = job.device.median(forward, job.seconds)
+    row["forward_extra_bytes"] = job.device.extra_bytes(forward)
+    if backward:
+        row["both_ms"] = job.device.median(forward_backward, job.seconds)
+        row["both_extra_bytes"] = job.device.extra_bytes(forward_backward)
+    if wrong:  # timed all the same, and no target
+        return row | {"status": "wrong", "note": f"wrong: {', '.join(wrong)}"}
+    return row | {"status": "right"}
+
+
+def first_call(job: Job) -> dict:
+    """Seconds of the first forward and backward call in a process with empty caches, from the
+    import of the kernel on, and of the first call with another length."""
+    x, do = job.inputs(job.shape)
+    torch.autograd.grad((x["q"] * 1.0).sum(), x["q"])  # the device and autograd are awake
+    job.device.synchronize()
+    began = time.monotonic()
+    function = job.build(job.shape)
+    both(function, x, do)
+    job.device.synchronize()
+    first = time.monotonic() - began
+    x, do = job.inputs(replace(job.shape, tokens=job.shape.tokens + 77))
+    job.device.synchronize()
+    began = time.monotonic()
+    both(function, x, do)
+    job.device.synchronize()
+    other = time.monotonic() - began
+    return {"status": "right", "first_call_s": first, "other_length_s": other}
+
+
+def carried(job: Job) -> dict:
+    """Our kernel over a whole sequence against the same sequence in pieces that carry the state
+    forward and its gradient backward; relative errors of o and of every gradient by token."""
+    x, do = job.inputs(job.shape)
+    function = ours_with_state(job.spec, job.shape, job.gate, job.folder)
+    whole = both(lambda x: function(x, None)[0], x, do)
+    finite = all(bool(t.isfinite().all()) for t in whole.values())
+    by_token = {n for n, t in x.items() if t.ndim >= 3}
+    T = job.shape.tokens
+    length = -(-T // PIECES)
+    bounds = [(begin, min(begin + length, T)) for begin in range(0, T, length)]
+
+    def piece(begin: int, end: int) -> dict:
+        return {
+            n: t.detach()[:, begin:end].requires_grad_() if n in by_token else t
+            for n, t in x.items()
+        }
+
+    B, HV = job.shape.batch, job.shape.value_heads
+    states = [torch.zeros(B, HV, *job.shape.widths, device=job.device.name)]
+    with torch.no_grad():
+        for begin, end in bounds[:-1]:
+            states.append(function(piece(begin, end), states[-1])[1])
+    difference: dict[str, float] = defaultdict(float)
+    size: dict[str, float] = defaultdict(float)
+    dstate = torch.zeros_like(states[0])
+    for (begin, end), state in zip(reversed(bounds), reversed(states), strict=True):
+        y = piece(begin, end)
+        wanted = {n: t for n, t in y.items() if n in by_token}
+        state.requires_grad_()
+        o, last = function(y, state)
+        outputs, gradients = (o, last), (do[:, begin:end], dstate)
+        *grads, dstate = torch.autograd.grad(outputs, [*wanted.values(), state], gradients)
+        for n, t in zip(["o", *(f"d{n}" for n in wanted)], [o.detach(), *grads], strict=True):
+            difference[n] += (whole[n][:, begin:end].float() - t.float()).square().sum().item()
+            size[n] += t.float().square().sum().item()
+    found = {n: (difference[n] / max(size[n], 1e-30)) ** 0.5 for n in size}
+    right = finite and all(error <= LIMITS[job.device.dtype][0] for error in found.values())
+    status = "right" if right else "wrong"
+    return {"status": status, "pieces": len(bounds), "finite": finite, "errors": found}
+
+
+def warm_up(job: Job) -> dict:
+    """Compiles, once each and without timing, this process's share of the candidates that the
+    implementation's autotuner would try: several processes do a tuner's compiling together."""
+    from triton.runtime.autotuner import Autotuner
+
+    share, shares = job.share
+    prune = Autotuner.prune_configs
+
+    def some(self, kwargs):
+        configs = prune(self, kwargs)
+        return configs[share::shares] or configs[:1]
+
+    def once(self):
+        return lambda call, quantiles: (call(), [1.0] * len(quantiles))[1]
+
+    Autotuner.prune_configs = some
+    Autotuner.do_bench = property(once)  # type: ignore[assignment]
+    x, do = job.inputs(job.small)
+    both(job.build(job.shape), x, do)
+    job.device.synchronize()
+    return {"status": "right"}
+
+
+def rates(job: Job) -> dict:
+    """Copy bandwidth and matrix rate of the device, the ceilings of all floors."""
+    size, width = (1 << 31, 8192) if job.device.cuda else (1 << 26, 512)
+    source = torch.randint(0, 100, (size,), dtype=torch.int8, device=job.device.name)
+    target = torch.empty_like(source)
+    copy = job.device.median(lambda: target.copy_(source), job.seconds)
+    a, b = torch.randn(2, width, width, device=job.device.name, dtype=job.device.dtype)
+    product = job.device.median(lambda: a @ b, job.seconds)
+    return {
+        "status": "right",
+        "copy_bytes_per_s": 2 * size / (copy / 1e3),
+        "matrix_flops_per_s": 2 * width**3 / (product / 1e3),
+        "dtype": str(job.device.dtype).removeprefix("torch."),
+    }
+
+
+PARTS = {
+    "rates": rates,
+    "reference": make_reference,
+    "warm-up": warm_up,
+    "measure": measure,
+    "first-call": first_call,
+    "carried": carried,
+}
