@@ -85,6 +85,7 @@ def render(
         **names,
         "spec": spec,
         "per_channel": spec.decay == "per_channel",
+        "triton_ready": spec.delta and "g" in spec.inputs and spec.beta == "per_head",
         "generator": GENERATOR,
         "backend_name": backend.name,
         "tuning_sha256": None,

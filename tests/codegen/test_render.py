@@ -15,6 +15,11 @@ from codegen.render import _environment, render
 from tests.codegen.kernel_samples import write_kernel
 
 
+@pytest.fixture(params=load_specs())
+def member(request) -> str:
+    return request.param
+
+
 @pytest.mark.parametrize("backend", ["cpu", "h200"])
 def test_the_same_inputs_give_the_same_bytes(member, backend):
     spec, device = load_specs()[member], load_backend(backend)
@@ -44,7 +49,7 @@ def test_the_module_imports_torch_and_triton_only(member):
             imported |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             imported.add(node.module)
-    assert imported == {"__future__", "torch", "triton"}
+    assert imported <= {"__future__", "torch", "triton"}
 
 
 def test_the_header_says_what_the_file_was_made_from(member):
