@@ -160,6 +160,7 @@ class Benchmark:
         shared = {
             "device": self.options.device,
             "folder": str(self.folder),
+            "backend": self.options.backend,
             "tokens": SMALL_TOKENS,
             "seconds": 0.1 if self.options.quick else 1.0,
         }
@@ -183,7 +184,7 @@ class Benchmark:
     def measure(self) -> None:
         """Errors, times and memory."""
         if self.options.device == "cuda":
-            self.warm_up()
+            self.warm_up(self.warm_up_tasks())
         for load in self.workloads():
             self.reference(load)
             for name in self.options.peers:
@@ -199,22 +200,26 @@ class Benchmark:
             self.made.add(key)
             self.report.add("references", small | self.ask("reference", part="reference", **small))
 
-    def warm_up(self) -> None:
-        """Compiles what autotuned peers will try, on all processors, so that their time limit goes
-        to choosing. Their own choice is not kept: they choose again, alone on the device."""
+    def warm_up_tasks(self) -> list[dict]:
         names = [name for name in AUTOTUNED if name in self.options.peers]
-        tasks = [
+        return [
             self.task(part="warm-up", implementation=name, **load)
             for load in self.small_workloads()
             for name in names
         ]
+
+    def warm_up(self, tasks: list[dict]) -> None:
+        """Compiles what autotuned peers will try, on all processors, so that their time limit goes
+        to choosing. Their own choice is not kept: they choose again, alone on the device."""
         processors = os.cpu_count() or 1
         shares = max(4, processors // max(1, len(tasks)))
         waiting = [task | {"share": [i, shares]} for task in tasks for i in range(shares)]
         running: list[Worker] = []
         deadline = time.monotonic() + min(self.options.warm_up, self.report.left() / 2)
         while (waiting or running) and time.monotonic() < deadline:
-            running = [worker for worker in running if worker.running()]
+            for worker in [worker for worker in running if not worker.running()]:
+                running.remove(worker)
+                worker.drain()
             while waiting and len(running) < processors:
                 running.append(self.start(FLA_CACHE_RESULTS="0"))
                 running[-1].send(waiting.pop(0), last=True)
@@ -264,6 +269,9 @@ class Benchmark:
                     self.report.add("first_call", load | row)
 
     def layer(self) -> None:
+        if self.options.device == "cuda":
+            load = {"implementation": "transformers", "shape": self.options.layer}
+            self.warm_up([self.task(part="warm-up", **load)])
         for name in ("reference", *LAYERS):
             load = {"implementation": name, "shape": self.options.layer}
             self.report.add("layer", load | self.ask(f"layer {name}", part="layer", **load))

@@ -4,6 +4,7 @@ same module with ours bound in. Projections, convolution, gates, KDA, gated norm
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import tempfile
 from contextlib import nullcontext
@@ -13,8 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from analyzers.schema import Operator
     from attention.measure import Job
     from attention.workload import Shape
+    from codegen import LoadedKernel
 
 HIDDEN = 2304
 NAMES = ["transformers", "ours"]
@@ -29,11 +32,20 @@ def layer(job: Job) -> dict:
     if reference:
         sys.modules["fla"] = None  # type: ignore[assignment]  # transformers' torch code runs
     module = _module(job.shape).to(job.device.name)
-    file = job.folder / f"reference-layer-{job.small}.pt"
+    _to_working_dtype(module, job.device.dtype)
+    file = job.folder / f"reference-layer-{job.small}.pt".replace(":", "_")
     if reference:
-        torch.save((module.state_dict(), _both(module, *_inputs(job, job.small, torch.float32))), file)
+        exact = _both(module.float(), *_inputs(job, job.small, torch.float32))
+        torch.save((module.state_dict(), exact), file)
         return {"status": "right"}
     return _compare(job, module, file)
+
+
+def warm_up(job: Job) -> None:
+    """Runs the kernels that transformers finds, on few tokens."""
+    module = _module(job.shape).to(job.device.name)
+    _to_working_dtype(module, job.device.dtype)
+    _both(module, *_inputs(job, job.small, job.device.dtype))
 
 
 def _compare(job: Job, module, file: Path) -> dict:
@@ -41,10 +53,9 @@ def _compare(job: Job, module, file: Path) -> dict:
 
     weights, want = torch.load(file, map_location=job.device.name)
     module.load_state_dict(weights)
-    _to_working_dtype(module, job.device.dtype)
     with _kernels(job, module) if job.implementation == "ours" else nullcontext():
         got = _both(module, *_inputs(job, job.small, job.device.dtype))
-        row = {"errors": errors(got, {n: t.double() for n, t in want.items()})}
+        row: dict = {"errors": errors(got, want)}
         wrong = is_wrong(row["errors"], job.device.dtype)
         x, do = _inputs(job, job.shape, job.device.dtype)
 
@@ -73,7 +84,7 @@ def _config(shape: Shape):
     if shape.heads != shape.value_heads or shape.key_dim != shape.value_dim:
         raise ValueError("the layer has as many value heads as heads, and one width")
     return KimiLinearConfig(
-        hidden_size=HIDDEN if shape.heads == 32 else shape.heads * shape.key_dim,
+        hidden_size=HIDDEN,
         linear_num_heads=shape.heads,
         linear_head_dim=shape.key_dim,
         num_hidden_layers=1,
@@ -81,8 +92,6 @@ def _config(shape: Shape):
         mlp_layer_types=["dense"],
         vocab_size=256,
         intermediate_size=256,
-        num_experts=2,
-        num_experts_per_token=1,
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=2,
@@ -114,8 +123,8 @@ def _inputs(job: Job, shape: Shape, dtype: torch.dtype) -> tuple[torch.Tensor, t
     torch.manual_seed(1)
     hidden = _config(shape).hidden_size
     size = (shape.batch, shape.tokens, hidden)
-    x, do = (torch.randn(size, device=job.device.name).to(dtype) for _ in range(2))
-    return x.requires_grad_(), do
+    x, do = torch.randn(2, *size, device=job.device.name, dtype=job.device.dtype)
+    return x.to(dtype).requires_grad_(), do.to(dtype)
 
 
 def _both(module, x: torch.Tensor, do: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -130,8 +139,8 @@ def _both(module, x: torch.Tensor, do: torch.Tensor) -> dict[str, torch.Tensor]:
 def _kernels(job: Job, module):
     """Binds a kernel of ours at every place of the layer that one can be bound at."""
     from analyzers import analyze
+    from codegen import bind
     from codegen.family import load_specs
-    from codegen.install import bind
 
     with tempfile.TemporaryDirectory() as folder:
         config = _config(job.shape)
@@ -139,4 +148,41 @@ def _kernels(job: Job, module):
         config.save_pretrained(folder)
         operators = analyze(folder).operators
     wanted = [o for o in operators if o.site is not None and o.name in load_specs()]
-    return bind(module, [_loaded(operator, job.folder) for operator in wanted])
+    return bind(module, [_loaded(operator, job) for operator in wanted])
+
+
+def _loaded(operator: Operator, job: Job) -> LoadedKernel:
+    """The kernel as `adapt kernels` renders it; that it is right is measured here."""
+    from analyzers.backends import load_backend
+    from codegen import LoadedKernel
+    from codegen.family import load_specs
+    from codegen.load import import_file
+    from codegen.render import render
+    from codegen.schema import Kernel
+
+    spec = load_specs()[operator.name]
+    name = f"layer_{operator.name}"
+    rendered = render(spec, load_backend(job.backend), operator.attributes, name=name)
+    path = job.folder / rendered.module
+    text = rendered.files[rendered.module]
+    path.write_text(text, "utf-8")
+    kernel = Kernel(
+        operator=operator.name,
+        family=spec.family,
+        module=rendered.module,
+        function=spec.function,
+        reference=rendered.reference,
+        test=rendered.test,
+        sha256=hashlib.sha256(text.encode()).hexdigest(),
+        spec_sha256=rendered.spec_sha256,
+        template_sha256=rendered.template_sha256,
+        backend_sha256=rendered.backend_sha256,
+        tuning_sha256=None,
+        triton=spec.triton,
+        command=rendered.command,
+        attributes=operator.attributes,
+        site=operator.site,
+        gates=[],
+        passed=False,
+    )
+    return LoadedKernel(kernel=kernel, function=getattr(import_file(path, name), spec.function))

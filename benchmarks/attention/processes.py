@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 MARK = "ROW "  # begins a line that carries a row
@@ -71,6 +72,12 @@ class Worker:
             self._last = text.strip() or self._last
             with self._log.open("a", encoding="utf-8") as file:
                 file.write(text)
+
+    def drain(self) -> None:
+        """Writes what an ended process printed to the log."""
+        with suppress(EOFError):
+            while self.row(1.0) is not None:
+                pass
 
     def running(self) -> bool:
         return self._process.poll() is None
