@@ -39,6 +39,23 @@ class Tile:
 
 
 @document
+class Footprint:
+    """What one program of a kernel holds at least: launches beyond a device's limits are not tried.
+
+    A matrix is a pair of `chunk`, `block`, `key_dim`, `value_dim` (padded to powers of two).
+    """
+
+    tiles: Literal["key_dim", "value_dim"]
+    """What `block` cuts."""
+    loop: Literal["chunks", "blocks"]
+    """What the pipelined loop runs over: all chunks of a sequence, or the blocks of a width."""
+    registers: list[tuple[str, str]]
+    """float32 matrices that live at the same time."""
+    staged: list[tuple[str, str]]
+    """Matrices in the input's dtype that a step of the loop loads; a stage holds them all."""
+
+
+@document
 class Limits:
     key_dim: tuple[int, int]
     value_dim: tuple[int, int]
@@ -77,6 +94,12 @@ class Spec:
     """How a backend's known faults name this kind of kernel."""
     tiles: dict[str, Tile] = field(default_factory=dict)
     """By Triton target, `none` where there is no compiler; `default` serves the others."""
+    footprints: dict[str, Footprint] = field(default_factory=dict)
+    """By kernel of the rendered module."""
+    chunks: list[int] = field(default_factory=list)
+    """Chunk lengths that the tuner tries besides the tile's own."""
+    strategies: list[str] = field(default_factory=list)
+    """Likewise."""
     precision: dict[str, list[str]]
     """`input_precision` of a dot by input dtype, best first; the last one serves every target."""
     cpu_chunk: int
@@ -96,24 +119,37 @@ class Spec:
         tile = self.tiles.get(triton.backend if triton else "none", self.tiles["default"])
         if triton is None:
             return tile
-        kernel = {"block_k": power_of_two(key_dim), "gate": self.decay, "family": self.kind}
 
-        def faulty(num_warps: int) -> bool:
-            mine = {**kernel, "pass": "backward", "num_warps": num_warps}
-            return any(
-                "num_warps" in fault.condition
-                and all(mine.get(name) == value for name, value in fault.condition.items())
-                for fault in triton.known_faults
-            )
+        def faulty(name: str, launch: Launch, num_warps: int) -> bool:
+            tried = replace(launch, num_warps=num_warps)
+            fault = triton.fault(self.configuration(name, tried, tile.chunk, key_dim))
+            return fault is not None and "num_warps" in fault.condition
 
-        def sound(launch: Launch) -> Launch:
+        def sound(name: str, launch: Launch) -> Launch:
             nearest = sorted(triton.num_warps, key=lambda n: (abs(n - launch.num_warps), -n))
             return next(
-                (replace(launch, num_warps=n) for n in nearest if not faulty(n)),
+                (replace(launch, num_warps=n) for n in nearest if not faulty(name, launch, n)),
                 launch,
             )
 
-        return replace(tile, launches={n: sound(launch) for n, launch in tile.launches.items()})
+        return replace(tile, launches={n: sound(n, launch) for n, launch in tile.launches.items()})
+
+    def configuration(
+        self, kernel: str, launch: Launch, chunk: int, key_dim: int
+    ) -> dict[str, int | str]:
+        """A launch in the words of a backend's known faults."""
+        footprint = self.footprints.get(kernel)
+        whole = footprint is None or footprint.tiles == "value_dim"
+        width = power_of_two(key_dim)
+        return {
+            "kernel": kernel.lstrip("_"),
+            "family": self.kind,
+            "gate": self.decay,
+            "chunk": chunk,
+            "block_k": width if whole else min(launch.block, width),
+            "num_warps": launch.num_warps,
+            "num_stages": launch.num_stages,
+        }
 
     def dot_precision(self, backend: Backend) -> dict[str, str]:
         """By dtype, the first `input_precision` that the backend's compiler knows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import field
 from importlib import resources
 from typing import Literal
@@ -29,7 +30,9 @@ class KnownFault:
     triton: str
     """Version range, e.g. `>=3.6,<3.8`."""
     condition: dict[str, int | str]
-    """Configuration values that together trigger it, e.g. `{"block_k": 32, "num_warps": 4}`."""
+    """Values that together trigger it, e.g. `{"block_k": 32, "num_warps": 4}`: key channels of a
+    block, `chunk`, `num_warps`, `num_stages`, `gate` (kind of decay), `family` (kind of operator),
+    `kernel` (`prepare`, `recur`, `reverse`, `gradients`: its role in linear attention)."""
     reason: str
 
 
@@ -42,6 +45,10 @@ class TritonTarget:
     warp_size: int
     num_warps: list[int]
     """Allowed values; empty where the backend takes none."""
+    num_stages: list[int] = field(default_factory=list)
+    """Depths of software pipelining worth trying; empty where the backend takes none."""
+    registers_per_thread: int | None = None
+    """Of 32 bits; what a program needs beyond them is spilled to memory."""
     shared_memory_bytes: int
     max_grid: list[int]
     """Largest grid in x, y, z."""
@@ -51,6 +58,23 @@ class TritonTarget:
     input_precision: list[str] = field(default_factory=lambda: ["ieee", "tf32"])
     pointer_style: Literal["pointer", "block_pointer"] = "pointer"
     known_faults: list[KnownFault] = field(default_factory=list)
+
+    def fault(
+        self, configuration: Mapping[str, int | str], triton: str | None = None
+    ) -> KnownFault | None:
+        """The first known fault that the configuration triggers; in that version of Triton, or in
+        any when None."""
+        from packaging.specifiers import SpecifierSet
+
+        return next(
+            (
+                f
+                for f in self.known_faults
+                if all(configuration.get(name) == value for name, value in f.condition.items())
+                and (triton is None or SpecifierSet(f.triton).contains(triton, prereleases=True))
+            ),
+            None,
+        )
 
 
 @document
