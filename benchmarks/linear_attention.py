@@ -63,6 +63,13 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="linear-attention-") as folder:
         Benchmark(options, report, Path(folder)).run()
     print(table(report.data))
+    if any("forward_ms" in row for row in report.data["rows"]):
+        from attention.plot import plot
+
+        try:
+            print(plot(report.file))
+        except ImportError:
+            print(f"no picture: install matplotlib or plotly and use --plot {report.file}")
     mine = [row for row in report.data["rows"] if row["implementation"] == "ours"]
     mine += report.data["carried"]
     return int(any(row["status"] in ("wrong", "failed") for row in mine))
@@ -162,7 +169,7 @@ class Benchmark:
             "folder": str(self.folder),
             "backend": self.options.backend,
             "tokens": SMALL_TOKENS,
-            "seconds": 0.1 if self.options.quick else 1.0,
+            "seconds": 0.1 if self.options.quick else 0.5,
         }
         return shared | fields
 

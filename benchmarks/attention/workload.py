@@ -24,6 +24,7 @@ SHAPES = [
     "1x1048576x8",
 ]
 QUICK_SHAPES = ["1x2048x4"]
+FIRST = ["kda", "gated_delta_rule", "gla", "simple_gla", "lightning", "mamba2"]
 GATES = ["bounded", "unbounded", "raw", "raw-bounded"]
 LOWER_BOUND = -5.0
 CHUNK = 64  # tokens of a chunk in the count of operations
@@ -77,9 +78,11 @@ class Shape:
 
 
 def members(names: list[str] | None = None) -> list[Spec]:
+    """The family's members of those names; all of them, the most wanted first."""
     specs = {n: s for n, s in load_specs().items() if s.family == "linear_attention"}
     if names is None:
-        return list(specs.values())
+        first = [specs[name] for name in FIRST]
+        return first + [spec for spec in specs.values() if spec not in first]
     if unknown := [name for name in names if name not in specs]:
         raise ValueError(f"no such member: {', '.join(unknown)}; there are {', '.join(specs)}")
     return [specs[name] for name in names]

@@ -11,6 +11,7 @@ import torch
 from attention.chunked import Chunked
 from attention.implementations import Unsupported, build, reference, render_ours
 from attention.measure import both, errors
+from attention.plot import plot
 from attention.processes import Worker, Workers
 from attention.workload import (
     Shape,
@@ -56,6 +57,25 @@ def test_a_rehearsal_on_the_cpu_measures_and_compares(tmp_path):
     assert data["first_call"][0]["first_call_s"] > 0
     assert data["machine"]["torch"] == torch.__version__
     assert f"| kda | bounded | {TINY} |" in done.stdout
+
+
+def test_the_picture_of_a_report_shows_every_implementation(tmp_path):
+    pytest.importorskip("plotly")
+    floors = {"memory_floor_ms": [0.1, 0.3], "matrix_floor_ms": [0.01, 0.03]}
+    load = {"member": "kda", "gate": "bounded", "shape": "1x8192x32", "status": "right"}
+    rows = [
+        {"implementation": "ours", "forward_ms": 0.5, "both_ms": 2.0, **load, **floors},
+        {"implementation": "nemo", "forward_ms": 1.25, **load, **floors},
+    ]
+    machine = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0"}
+    file = tmp_path / "linear_attention.json"
+    file.write_text(json.dumps({"rows": rows, "machine": machine, "commit": "abc"}))
+    made = plot(file)
+    assert made.stat().st_size > 1000
+    if made.suffix == ".html":
+        text = made.read_text()
+        assert "kda, forward + backward" in text
+        assert '"name":"nemo"' in text
 
 
 def test_the_layer_runs_with_our_kernels_and_with_those_of_transformers(tmp_path):
