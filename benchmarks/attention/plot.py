@@ -55,7 +55,7 @@ def plot(file: Path) -> Path:
     """
     data = json.loads(file.read_text("utf-8"))
     machine = data["machine"]
-    where = machine.get("gpu", machine["system"])
+    where = machine.get("gpu") or machine["system"]
     versions = f"torch {machine['torch']}, triton {machine['triton']}, commit {data['commit']}"
     title, panels = f"{where}, {versions}", list(_panels(data))
     try:
