@@ -118,12 +118,9 @@ def subject_of(rendered: Rendered, spec: Spec, folder: Path):
         module=folder / rendered.module,
         reference=folder / rendered.reference,
         shape={
-            "function": spec.function,
-            "key_dim": rendered.key_dim,
-            "value_dim": rendered.value_dim,
+            "operator": spec.operator,
+            "attributes": {"key_dim": rendered.key_dim, "value_dim": rendered.value_dim},
             "chunk": rendered.tile.chunk,
-            "per_channel": spec.decay == "per_channel",
-            "grouped": True,
         },
         dtypes=spec.dtypes,
     )

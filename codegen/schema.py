@@ -35,6 +35,17 @@ class OperatorMap:
 
 
 @document
+class OutputError:
+    """Relative errors of one output against float64, over the whole tensor or in its worst row."""
+
+    output: str
+    kernel: float
+    torch: float
+    """Of plain torch in the same dtype."""
+    limit: float
+
+
+@document
 class Gate:
     """One proof that a kernel passed or failed; `measured` and `tolerance` are relative errors
     where the gate is numeric."""
@@ -46,6 +57,8 @@ class Gate:
     detail: str
     measured: float | None = None
     tolerance: float | None = None
+    errors: list[OutputError] = field(default_factory=list)
+    """Of every output, where the gate is one of accuracy."""
 
 
 @document

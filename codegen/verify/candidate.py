@@ -1,17 +1,21 @@
 """Runs a candidate kernel in this process of its own and hands back numbers, never a verdict.
 
-    python -m codegen.verify.candidate REQUEST.json RESULT.pt
+    python -m codegen.verify.candidate REQUEST.json ANSWERS
 
-The request names the module file, its shape, the device and the dtypes. Every case runs twice: with
-fresh buffers full of NaN, then of a large number, each between guard bands.
+The request names the module file, its shape, the device and the work: pairs of dtype and case, or
+of dtype and `opcheck`. Each answer is written to the folder ANSWERS, as `<number of the pair>.pt`,
+as soon as it is known, so that a crash loses no more than the case that caused it. Every case runs
+twice: with fresh buffers full of NaN, then of a large number, each between guard bands.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +27,7 @@ POISONS = (float("nan"), -1.7e4)
 
 
 class Poison:
-    """While active, `torch.empty` and its kin return poisoned memory between guard bands."""
+    """While active, fresh tensors are poisoned memory between guard bands."""
 
     def __init__(self, value: float):
         self.value = value
@@ -38,11 +42,19 @@ class Poison:
         self.bands += [whole[:GUARD], whole[GUARD + count :]]
         return whole[GUARD : GUARD + count].view(shape)
 
-    def place(self, x: torch.Tensor | None) -> torch.Tensor | None:
-        """A copy of an input between guard bands."""
+    def place(self, x: torch.Tensor | None, strided: bool) -> torch.Tensor | None:
+        """A copy of an input between guard bands; `strided`: heads before tokens, rows apart."""
         if x is None or not x.dtype.is_floating_point:
             return x
-        return self.guarded(x.shape, x.dtype, x.device).copy_(x)
+        if not strided or x.ndim < 3:
+            return self.guarded(x.shape, x.dtype, x.device).copy_(x)
+        B, T, H, *width = x.shape
+        apart = [w + 3 for w in width]
+        held = self.guarded((B, H, T, *apart), x.dtype, x.device)
+        if width:
+            self.bands.append(held[..., width[-1] :])
+            held = held[..., : width[-1]]
+        return held.transpose(1, 2).copy_(x)
 
     def broken_bands(self) -> int:
         def intact(band):
@@ -60,73 +72,116 @@ class Poison:
             return self.guarded(shape, dtype or torch.get_default_dtype(), device or "cpu")
 
         def empty_like(x, dtype=None, device=None, **_):
-            return self.guarded(x.shape, dtype or x.dtype, device or x.device)
+            # As torch does, with the strides of x where x leaves no gaps.
+            order = sorted(range(x.ndim), key=lambda n: (-x.stride(n), n))
+            dense = x.permute(order).is_contiguous()
+            order = order if dense else list(range(x.ndim))
+            shape = [x.shape[n] for n in order]
+            made = self.guarded(shape, dtype or x.dtype, device or x.device)
+            return made.permute([order.index(n) for n in range(x.ndim)])
 
-        saved = torch.empty, torch.empty_like
+        def new_empty(x, *shape, dtype=None, device=None, **_):
+            return empty(*shape, dtype=dtype or x.dtype, device=device or x.device)
+
+        saved = torch.empty, torch.empty_like, torch.Tensor.new_empty
         torch.empty, torch.empty_like = empty, empty_like
+        torch.Tensor.new_empty = new_empty  # pyright: ignore[reportAttributeAccessIssue]
         try:
             yield
         finally:
-            torch.empty, torch.empty_like = saved
+            torch.empty, torch.empty_like, torch.Tensor.new_empty = saved
 
 
 def run_case(module, shape: Shape, case: Case, dtype: torch.dtype, device: str) -> dict:
-    """Outputs of both runs, and what the runs did to memory that was not theirs."""
-    result: dict = {"runs": []}
-    try:
-        for value in POISONS:
-            poison = Poison(value)
-            inputs = {
-                name: poison.place(None if x is None else x.to(device))
-                for name, x in make_inputs(case, shape, dtype).items()
-            }
-            before = {name: x.clone() for name, x in inputs.items() if x is not None}
-            with poison.active():
-                function = getattr(module, shape.function)
-                outputs = run(function, case, inputs, output_final_state=True)
-            result["runs"].append({name: x.cpu().clone() for name, x in outputs.items()})
-            result["broken_bands"] = result.get("broken_bands", 0) + poison.broken_bands()
-            after = {name: x for name, x in inputs.items() if x is not None}
-            changed = [n for n, x in before.items() if not torch.equal(x, after[n])]
-            result["changed_inputs"] = result.get("changed_inputs", []) + changed
-    except Exception as e:
-        result["error"] = f"{type(e).__name__}: {e}"[:500]
+    """Outputs of both runs, and what the runs did to memory that was not theirs.
+
+    A case that is only compared with another one runs once.
+    """
+    result: dict = {"runs": [], "broken_bands": 0, "changed_inputs": []}
+    function = getattr(module, shape.function)
+    for value in POISONS if case.relation is None else POISONS[:1]:
+        poison = Poison(value)
+        inputs = {
+            name: poison.place(None if x is None else x.to(device), case.strided)
+            for name, x in make_inputs(case, shape, dtype).items()
+        }
+        before = {name: x.clone() for name, x in inputs.items() if x is not None}
+        with poison.active():
+            outputs = run(function, case, inputs)
+        result["runs"].append({name: x.cpu().clone() for name, x in outputs.items()})
+        result["broken_bands"] += poison.broken_bands()
+        after = {name: x for name, x in inputs.items() if x is not None}
+        result["changed_inputs"] += [n for n, x in before.items() if not torch.equal(x, after[n])]
     return result
 
 
-def opcheck(module, shape: Shape, device: str) -> str:
-    """torch's own checks of a registered operator; empty when they pass."""
-    case = all_cases(shape)[1]
-    inputs = make_inputs(case, shape, torch.float32)
-    x = {n: t if t is None else t.to(device) for n, t in inputs.items()}
-    operator, calls = module._op, []
-    module._op = lambda *given: calls.append(given) or operator(*given)
+def opcheck(module, shape: Shape, dtype: torch.dtype, device: str) -> dict:
+    """torch's own checks of the operators that a call goes through, on the first case."""
+    case = all_cases(shape)[0]
+    x = {n: t if t is None else t.to(device) for n, t in make_inputs(case, shape, dtype).items()}
+    checks: dict[str, Any] = {
+        "_op": (
+            "test_schema",
+            "test_autograd_registration",
+            "test_faketensor",
+            "test_aot_dispatch_dynamic",
+        )
+    }
+    if device != "cpu" or module._INTERPRETED:
+        # It has no backward of its own; its plain torch form differentiates inside, which the
+        # checks do not support.
+        checks["_op_backward"] = ("test_schema", "test_faketensor")
+    operators = {name: getattr(module, name) for name in checks}
+    calls = {}
     try:
-        run(getattr(module, shape.function), case, x, output_final_state=True)
-        torch.library.opcheck(operator, calls[0])
-    except Exception as e:
-        return f"{type(e).__name__}: {e}"[:500]
+        for name, operator in operators.items():
+
+            def noted(*args, name=name, operator=operator):
+                calls[name] = args
+                return operator(*args)
+
+            setattr(module, name, noted)
+        run(getattr(module, shape.function), case, x)
     finally:
-        module._op = operator
-    return ""
+        vars(module).update(operators)
+    for name, wanted in checks.items():
+        torch.library.opcheck(operators[name], calls[name], test_utils=wanted)
+    return {}
 
 
-def main(request_path: str, result_path: str) -> None:
+def device_is_lost() -> bool:
+    """Whether nothing runs on the device any more in this process, as after an illegal access."""
+    try:
+        torch.accelerator.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def main(request_path: str, answers: str) -> None:
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
     torch.set_num_threads(1)
     module = import_file(Path(request["module"]), "candidate_kernel")
     shape = Shape(**request["shape"])
-    result: dict = {"interpreted": bool(module._INTERPRETED), "cases": {}}
-    for name in request["dtypes"]:
-        dtype = getattr(torch, name)
-        for case in all_cases(shape):
-            if request["cases"] and case.name not in request["cases"]:
-                continue
-            ran = run_case(module, shape, case, dtype, request["device"])
-            result["cases"][f"{case.name}/{name}"] = ran
-    if request["opcheck"]:
-        result["opcheck"] = opcheck(module, shape, request["device"])
-    torch.save(result, result_path)
+    device = request["device"]
+    cases = {case.name: case for case in all_cases(shape)}
+    for number, (dtype, name) in request["work"]:
+        given = module, shape, getattr(torch, dtype), device
+        answer: dict
+        try:
+            if name == "opcheck":
+                answer = opcheck(*given)
+            else:
+                answer = run_case(*given[:2], cases[name], *given[2:])
+        except Exception as e:
+            answer = {"error": f"{type(e).__name__}: {e}"[:500]}
+        answer["interpreted"] = bool(module._INTERPRETED)
+        answer["lost"] = "error" in answer and device != "cpu" and device_is_lost()
+        part = Path(answers) / f"{number}.part"
+        torch.save(answer, part)
+        part.rename(part.with_suffix(".pt"))
+        if answer["lost"]:
+            os._exit(1)
 
 
 if __name__ == "__main__":

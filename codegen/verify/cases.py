@@ -1,168 +1,216 @@
-"""The inputs on which a gated-delta-rule kernel is proved, made alike in every process."""
+"""The inputs on which kernels are proved, made alike in every process.
+
+`Case` is what a family of operators subclasses (`families/`); this module knows nothing of any one
+operator.
+"""
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, Literal
 
 import torch
 
-OUTPUTS = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate")
+from codegen.family import Spec, load_specs
+
+Kind = Literal["token", "sequence", "whole"]
+"""Of a tensor: [B, T, ...], [N, ...] with N = B or the number of packed sequences, or neither."""
+
+Tensors = dict[str, torch.Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What the kernel was rendered for, and how its operator's inputs look."""
+    """What a kernel was rendered for."""
 
-    function: str
-    key_dim: int
-    value_dim: int
+    operator: str
+    attributes: dict[str, int]
+    """Head widths and the like."""
     chunk: int
-    per_channel: bool
-    grouped: bool
+    """Tokens that a program works on at once: hostile lengths lie around it."""
+
+    @cached_property
+    def spec(self) -> Spec:
+        return load_specs()[self.operator]
+
+    @property
+    def function(self) -> str:
+        return self.spec.function
+
+
+@dataclass(frozen=True, kw_only=True)
+class Relation:
+    """What a case must have in common with the case `to`, bit by bit (on a CPU up to the floor)."""
+
+    kind: Literal["past", "row", "documents", "scaled"]
+    to: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
+    """One call of an operator, forward and backward. A family subclasses it."""
+
+    INPUTS: ClassVar[Mapping[str, Kind]]
+    """Every tensor that may be given, without `cu_seqlens`."""
+    OUTPUTS: ClassVar[Mapping[str, Kind]]
+    """What `call` returns. The gradient that comes from above for an output x is the input `dx`."""
+    GRADIENTS: ClassVar[tuple[str, ...]]
+    """Inputs with a gradient, which is the output `dx` of the input x."""
+    STATE: ClassVar[tuple[str, str] | None] = None
+    """(input, output) that carry a sequence on into the next call."""
+    LINEAR_IN: ClassVar[tuple[str, ...]] = ()
+    """Inputs of which, taken together, all outputs but their own gradients are linear functions."""
+
     name: str
     lengths: tuple[int, ...]
     """Tokens of each sequence; more than one means packed, with B = 1."""
     batch: int = 1
-    heads: int = 1
-    value_heads: int = 1
-    gate: str = "usual"
-    """`usual`, `reset` (a fifth of the gates forget everything), `strong` (-8 a step), `none`."""
-    scale: float = 1.0
-    """Of q, k and v. Keys are normalised inside the kernel unless `normalize` is off."""
-    normalize: bool = True
-    repeated_keys: bool = False
-    state: bool = True
-    """Give an initial state and a gradient for the last one."""
+    dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
+    """The case makes sense in these."""
+    compiled: bool = False
+    """Its launches are what is compiled for devices that are not here."""
+    strided: bool = False
+    """The inputs are views of larger tensors with other strides."""
     split_at: int | None = None
     """Run as two calls, the state carried over; judged against the whole."""
-    perturb_from: int | None = None
-    """Tokens from here on get other values."""
     gradient_until: int | None = None
     """Only tokens before this one have an output gradient."""
+    perturb_from: int | None = None
+    """Tokens from here on get other values."""
     only_row: int | None = None
     """Of the batch, run this row alone."""
+    order: tuple[int, ...] | None = None
+    """The packed sequences in this order."""
+    times: int = 1
+    """The inputs in `LINEAR_IN` are multiplied by this power of two."""
+    relation: Relation | None = None
 
     @property
     def tokens(self) -> int:
         return sum(self.lengths)
 
+    @property
+    def sequences(self) -> int:
+        return self.batch * len(self.lengths)
 
-def all_cases(shape: Shape) -> list[Case]:
-    """Small enough for the interpreter, yet two chunks, a ragged tail and every hostile gate."""
-    C = shape.chunk
-    odd = (C + 3,)
-    usual = Case(name="odd length", lengths=odd)
-    cases = [
-        usual,
-        Case(name="one token", lengths=(1,)),
-        Case(name="packed with empty and one-token sequences", lengths=(0, 3, 1, C + 1, 0)),
-        Case(name="inputs of 1e-3", lengths=odd, scale=1e-3),
-        Case(name="inputs of 30", lengths=odd, scale=30.0),
-        Case(name="hard reset gates", lengths=odd, gate="reset"),
-        Case(name="gates of -8 a step", lengths=odd, gate="strong"),
-        Case(name="no decay, repeated keys", lengths=odd, gate="none", repeated_keys=True),
-        Case(name="keys normalised outside", lengths=odd, normalize=False, state=False),
-        Case(name="state carried over a split", lengths=odd, split_at=C // 2 + 1),
-        Case(
-            name="several heads",
-            lengths=(C // 2 + 1,),
-            heads=2,
-            value_heads=4 if shape.grouped else 2,
-        ),
-    ]
-    batch = Case(name="batch", lengths=(C // 2 + 1,), batch=2)
-    past = replace(
-        usual, name="future as it is", gradient_until=C // 2 + 2, state=False, gate="strong"
-    )
-    future = replace(past, name="future changed", perturb_from=C // 2 + 2)
-    return [*cases, batch, replace(batch, name="row alone", only_row=1), past, future]
+    def make(self, shape: Shape, dtype: torch.dtype) -> Tensors:
+        """Every input and every gradient from above, on the CPU, None where it is not given."""
+        raise NotImplementedError
+
+    def call(self, function: Callable, x: Tensors, kernel: bool) -> dict[str, torch.Tensor]:
+        """The outputs. `kernel` says whether `function` is a kernel's or a reference's."""
+        raise NotImplementedError
+
+    def kind(self, name: str) -> Kind:
+        """Of an input, an output, or the gradient of either."""
+        kinds: dict[str, Kind] = {**self.INPUTS, **self.OUTPUTS}
+        return kinds[name if name in kinds else name.removeprefix("d")]
 
 
-def make_inputs(case: Case, shape: Shape, dtype: torch.dtype) -> dict[str, torch.Tensor | None]:
-    """q, k, v, g, beta, h0, cu_seqlens and the gradients do, dht, on the CPU."""
-    generator = torch.Generator().manual_seed(42)
+def all_cases(shape: Shape) -> list[Any]:
+    """The cases of the shape's family."""
+    module = importlib.import_module(f"codegen.verify.families.{shape.spec.family}")
+    return module.cases(shape)
 
-    def normal(*size):
-        return torch.randn(*size, generator=generator)
 
-    B, T, H, HV, N = (
-        case.batch,
-        case.tokens,
-        case.heads,
-        case.value_heads,
-        case.batch * len(case.lengths),
-    )
-    K, V = shape.key_dim, shape.value_dim
-    q, k, v = normal(B, T, H, K), normal(B, T, H, K), normal(B, T, HV, V)
-    gate = (B, T, HV, K) if shape.per_channel else (B, T, HV)
-    g = -torch.nn.functional.softplus(normal(*gate))
-    beta = torch.sigmoid(normal(B, T, HV))
-    h0, do, dht = normal(N, HV, K, V), normal(B, T, HV, V), normal(N, HV, K, V)
-    if case.gate == "reset":
-        reset = torch.rand(gate, generator=generator) < 0.2
-        g = torch.where(reset, -0.1 * torch.finfo(torch.float32).max, g)
-    elif case.gate == "strong":
-        g = torch.full(gate, -8.0)
-    elif case.gate == "none":
-        g = torch.zeros(gate)
-    if case.repeated_keys:
-        k = k[:, :1].expand_as(k).clone()
-        beta = torch.full_like(beta, 0.99)
-    q, k, v = q * case.scale, k * case.scale, v * case.scale
-    if not case.normalize:
-        q, k = torch.nn.functional.normalize(q, dim=-1), torch.nn.functional.normalize(k, dim=-1)
-    if case.perturb_from is not None:
-        for x in (q, k, v, beta, g):
+def future(past: Case, until: int) -> list[Case]:
+    """`past` and the same with other values from token `until` on: the tokens before must not see
+    them. `past` gives no gradient to what comes after the tokens, e.g. a last state."""
+    name = f"{past.name}, gradients until {until}"
+    before = replace(past, name=name, gradient_until=until)
+    relation = Relation(kind="past", to=name)
+    changed = f"{past.name}, other values from {until} on"
+    return [before, replace(before, name=changed, perturb_from=until, relation=relation)]
+
+
+def row_alone(batch: Case) -> Case:
+    """The last row of `batch`."""
+    relation = Relation(kind="row", to=batch.name)
+    return replace(batch, name="row of a batch alone", only_row=batch.batch - 1, relation=relation)
+
+
+def other_order(packed: Case) -> Case:
+    """The sequences of `packed` from the last to the first."""
+    order = tuple(reversed(range(len(packed.lengths))))
+    relation = Relation(kind="documents", to=packed.name)
+    return replace(packed, name="packed the other way round", order=order, relation=relation)
+
+
+def scaled(usual: Case) -> Case:
+    """Four times the inputs in which the operator is linear."""
+    relation = Relation(kind="scaled", to=usual.name)
+    return replace(usual, name="inputs times four", times=4, relation=relation)
+
+
+def limits(lengths: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor([sum(lengths[:n]) for n in range(len(lengths) + 1)])
+
+
+def reorder(x: torch.Tensor, kind: Kind, lengths: tuple[int, ...], order) -> torch.Tensor:
+    """Packed sequences of these lengths in another order."""
+    if kind == "token":
+        return torch.cat([x.split(lengths, 1)[n] for n in order], 1)
+    return x[list(order)] if kind == "sequence" else x
+
+
+def make_inputs(case: Case, shape: Shape, dtype: torch.dtype) -> Tensors:
+    """Inputs, gradients from above and cu_seqlens of a case, on the CPU."""
+    made = case.make(shape, dtype)
+
+    def change(name: str, x: torch.Tensor) -> torch.Tensor:
+        kind = case.kind(name)
+        upstream = name not in case.INPUTS
+        if kind == "token" and not upstream and case.perturb_from is not None:
+            x = x.clone()
             x[:, case.perturb_from :] = x[:, case.perturb_from :].flip(1) * 0.5
-    if case.gradient_until is not None:
-        do[:, case.gradient_until :] = 0
-    packed = None
-    if len(case.lengths) > 1:
-        packed = torch.tensor([sum(case.lengths[:n]) for n in range(len(case.lengths) + 1)])
-    if case.only_row is not None:
-        one = slice(case.only_row, case.only_row + 1)
-        q, k, v, g, beta, h0, do, dht = (x[one] for x in (q, k, v, g, beta, h0, do, dht))
-    if not case.state:
-        h0 = dht = None
-    typed = {"q": q, "k": k, "v": v, "beta": beta, "do": do}
-    return {
-        **{name: x.to(dtype) for name, x in typed.items()},
-        "g": g,
-        "h0": h0,
-        "dht": dht,
-        "cu_seqlens": packed,
-    }
+        if kind == "token" and upstream and case.gradient_until is not None:
+            x = x.clone()
+            x[:, case.gradient_until :] = 0
+        if kind != "whole" and case.only_row is not None:
+            x = x[case.only_row : case.only_row + 1]
+        if case.order is not None:
+            x = reorder(x, kind, case.lengths, case.order)
+        return x * case.times if name in case.LINEAR_IN and not upstream else x
+
+    x: Tensors = {n: None if t is None else change(n, t).contiguous() for n, t in made.items()}
+    lengths = case.lengths if case.order is None else tuple(case.lengths[n] for n in case.order)
+    return {**x, "cu_seqlens": limits(lengths) if len(lengths) > 1 else None}
 
 
-def run(function, case: Case, inputs: dict, **options) -> dict[str, torch.Tensor]:
-    """Forward and backward through a kernel or a reference; what `OUTPUTS` names.
-
-    `options` go to the function, e.g. `output_final_state`.
-    """
-    names = ["q", "k", "v", "g", "beta"]
-    leaves = [inputs[name].detach().requires_grad_() for name in names]
-    h0 = inputs["h0"]
-    h0 = None if h0 is None else h0.detach().requires_grad_()
-    common = {"use_qk_l2norm_in_kernel": case.normalize, "cu_seqlens": inputs["cu_seqlens"]}
-
-    def call(begin, end, state):
-        part = [x[:, begin:end] for x in leaves]
-        return function(*part, initial_state=state, **common, **options)
-
+def run(function, case: Case, inputs: Tensors, kernel: bool = True) -> dict[str, torch.Tensor]:
+    """Forward and backward: the outputs by name, and `dx` for every input x with a gradient."""
+    names = [n for n in case.GRADIENTS if inputs.get(n) is not None]
+    leaves = {n: inputs[n].detach().requires_grad_() for n in names}  # pyright: ignore
+    x = {**inputs, **leaves}
     if case.split_at is None:
-        o, state = call(0, leaves[0].shape[1], h0)
+        outputs = case.call(function, x, kernel)
     else:
-        first, state = call(0, case.split_at, h0)
-        second, state = call(case.split_at, leaves[0].shape[1], state)
-        o = torch.cat([first, second], 1)
-    outputs, gradients = [o], [inputs["do"].to(o)]
-    if inputs["dht"] is not None:
-        outputs.append(state)
-        gradients.append(inputs["dht"].to(state))
-        leaves.append(h0)
-    grads = torch.autograd.grad(outputs, leaves, gradients)
-    return dict(zip(OUTPUTS, (o.detach(), state.detach(), *grads), strict=False))
+        assert case.STATE is not None
+        given, got = case.STATE
+
+        def part(begin, end):
+            return {
+                n: t[:, begin:end] if t is not None and case.INPUTS.get(n) == "token" else t
+                for n, t in x.items()
+            }
+
+        first = case.call(function, part(0, case.split_at), kernel)
+        second = part(case.split_at, None) | {given: first[got]}
+        outputs = case.call(function, second, kernel)
+        for name, kind in case.OUTPUTS.items():
+            if kind == "token":
+                outputs[name] = torch.cat([first[name], outputs[name]], 1)
+    above = {n: d for n in outputs if (d := inputs.get(f"d{n}")) is not None}
+    grads = torch.autograd.grad(
+        [outputs[n] for n in above],
+        list(leaves.values()),
+        [d.to(outputs[n]) for n, d in above.items()],
+        allow_unused=True,
+    )
+    result = {n: t.detach() for n, t in outputs.items()}
+    for name, grad in zip(names, grads, strict=True):
+        result[f"d{name}"] = torch.zeros_like(leaves[name]) if grad is None else grad
+    return result

@@ -1,10 +1,10 @@
 """Compiles a kernel for devices that are not here, in a process of its own.
 
-    python -m codegen.verify.cross_compile REQUEST.json    (without TRITON_INTERPRET)
+    python -m codegen.verify.cross_compile REQUEST.json ANSWERS    (without TRITON_INTERPRET)
 
 The module's own launches are recorded, not run, so that what is compiled is what would be launched:
-the same argument types, constants and options. One JSON line per kernel, dtype and target goes to
-stdout as soon as it is known.
+the same argument types, constants and options. One JSON line per kernel, dtype and target is
+appended to ANSWERS/lines.jsonl as soon as it is known.
 """
 
 from __future__ import annotations
@@ -67,17 +67,18 @@ class Recorder:
 
 
 def record(module, shape: Shape, dtypes: list[str]) -> list[tuple]:
-    """(dtype, kernel name, source, options) of every launch of one training step in each dtype."""
+    """(dtype, kernel name, source, options) of every launch of the compiled cases in each dtype."""
     found: list[tuple] = []
     kernels = {n: f for n, f in vars(module).items() if isinstance(f, triton.JITFunction)}
     module._INTERPRETED = True  # CPU tensors take the path of the launches
-    usual = next(case for case in all_cases(shape) if case.heads > 1)
+    cases = [case for case in all_cases(shape) if case.compiled]
     for dtype in dtypes:
         launches: dict = {}
         for name, kernel in kernels.items():
             setattr(module, name, Recorder(kernel, name, launches))
-        inputs = make_inputs(usual, shape, getattr(torch, dtype))
-        run(getattr(module, shape.function), usual, inputs, output_final_state=True)
+        for case in cases:
+            inputs = make_inputs(case, shape, getattr(torch, dtype))
+            run(getattr(module, shape.function), case, inputs)
         found += [(dtype, *launch) for launch in launches.values()]
         vars(module).update(kernels)
     return found
@@ -115,22 +116,27 @@ def compile_one(target: dict, source: ASTSource, options: dict) -> dict:
     }
 
 
-def main(request_path: str) -> None:
+def main(request_path: str, answers: str) -> None:
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
     torch.set_num_threads(1)
     module = import_file(Path(request["module"]), "candidate_kernel")
     launches = record(module, Shape(**request["shape"]), request["dtypes"])
-    print(json.dumps({"launches": Counter(dtype for dtype, *_ in launches)}), flush=True)
-    for target in request["targets"]:
-        for dtype, name, *launch in launches:
-            if dtype not in target["dtypes"]:
-                continue
-            line = {"target": target["name"], "dtype": dtype, "kernel": name}
-            try:
-                line |= compile_one(target, *launch)
-            except Exception as e:
-                line["error"] = f"{type(e).__name__}: {e}"[:300]
-            print(json.dumps(line), flush=True)
+    with (Path(answers) / "lines.jsonl").open("w", encoding="utf-8") as lines:
+
+        def say(line: dict) -> None:
+            print(json.dumps(line), file=lines, flush=True)
+
+        say({"launches": Counter(dtype for dtype, *_ in launches)})
+        for target in request["targets"]:
+            for dtype, name, *launch in launches:
+                if dtype not in target["dtypes"]:
+                    continue
+                line = {"target": target["name"], "dtype": dtype, "kernel": name}
+                try:
+                    line |= compile_one(target, *launch)
+                except Exception as e:
+                    line["error"] = f"{type(e).__name__}: {e}"[:300]
+                say(line)
 
 
 if __name__ == "__main__":

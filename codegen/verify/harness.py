@@ -6,13 +6,8 @@ goes on where it stopped.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-import queue
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -21,14 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from analyzers.backends import Backend
-from analyzers.documents import to_data, write_text
+from analyzers.documents import from_data, to_data, write_text
 from codegen.load import import_file
 from codegen.schema import Gate
+from codegen.verify.processes import run_alone
 
 STAGES = ("compile", "interpreter", "cpu", "device")  # the longest first
-CANDIDATE_SECONDS = 400
+CASE_SECONDS = 200
+"""Longest wait for one case of a candidate, the compilation for it included."""
 COMPILE_SECONDS = 120
 """Longest wait for the compilation of one kernel."""
+DEATHS = 3
+"""So often a candidate is started again after it hung or crashed."""
 
 # What a kernel is compiled for when its backend has no Triton target of its own: all dtypes on the
 # first, bfloat16 on the others, to keep within a minute on two cores.
@@ -67,7 +66,8 @@ def verify(subject: Subject, backend: Backend, cache: Path, progress=None) -> li
     def one(stage: str) -> list[Gate]:
         kept = cache / f"{stage}-{_content(subject, backend, stage, device)}.json"
         if kept.exists():
-            return [Gate(**gate) for gate in json.loads(kept.read_text(encoding="utf-8"))]
+            data = json.loads(kept.read_text(encoding="utf-8"))
+            return [from_data(Gate, gate, str(kept)) for gate in data]
         if progress:
             with speaking:
                 progress(f"proving {subject.module.name}: {stage}")
@@ -106,7 +106,7 @@ def _content(subject: Subject, backend: Backend, stage: str, device: str | None)
     import torch
     import triton
 
-    own = sorted(Path(__file__).parent.glob("*.py"))
+    own = sorted(Path(__file__).parent.rglob("*.py"))
     name = torch.cuda.get_device_name() if device == "cuda" else device
     parts = [
         *(p.read_bytes() for p in (subject.module, subject.reference, *own)),
@@ -116,90 +116,80 @@ def _content(subject: Subject, backend: Backend, stage: str, device: str | None)
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
-def _environment(interpret: bool) -> dict[str, str]:
-    environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    # Hard-reset gates overflow to -inf on purpose; numpy would warn about each.
-    environment["PYTHONWARNINGS"] = "ignore"
-    if interpret:
-        environment["TRITON_INTERPRET"] = "1"
-    return environment
-
-
-def run_alone(command: list[str], interpret: bool, seconds: float) -> str:
-    """Runs a command in a process group of its own; says what went wrong, or nothing.
-
-    After so many seconds the whole group is killed: a compiler that hangs is a grandchild.
-    """
-    with tempfile.TemporaryFile() as said:
-        process = subprocess.Popen(
-            command,
-            env=_environment(interpret),
-            stdout=said,
-            stderr=said,
-            start_new_session=True,
-        )
-        try:
-            status = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return f"no result after {seconds:g} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        said.seek(0)
-        lines = said.read().decode(errors="replace").strip().splitlines()
-    if status < 0:
-        return f"killed by {signal.Signals(-status).name}"
-    return (lines or ["no output"])[-1][:500] if status else ""
-
-
 def run_on(
     subject: Subject,
     stage: str,
     device: str | None = None,
     cases: list[str] | None = None,
-    seconds: float = CANDIDATE_SECONDS,
+    dtypes: list[str] | None = None,
+    seconds: float = CASE_SECONDS,
 ) -> list[Gate]:
     """Runs the candidate in another process and judges here what it hands back.
 
-    `stage` is `interpreter`, `cpu` or `device` (then `device` names its type); `cases` picks some
-    by name; the process is killed after so many `seconds`.
+    `stage` is `interpreter`, `cpu` or `device` (then `device` names its type); `cases` and `dtypes`
+    pick some by name. A case that says nothing for so many `seconds` is killed, and fails.
     """
     import torch
 
-    from codegen.verify.cases import Shape
+    from codegen.verify.cases import Shape, all_cases
     from codegen.verify.judge import Judge
 
-    # The interpreter computes bfloat16 wrongly (triton-lang/triton#11584).
-    dtypes = ["float32"] if stage == "interpreter" else subject.dtypes
-    request = {
-        "module": str(subject.module),
-        "shape": subject.shape,
-        "dtypes": dtypes,
-        "device": device if stage == "device" else "cpu",
-        "opcheck": stage != "interpreter" and cases is None,
-        "cases": cases,
-    }
+    dtypes = subject.dtypes if dtypes is None else dtypes
+    if stage == "interpreter":
+        # It computes bfloat16 wrongly (triton-lang/triton#11584).
+        dtypes = [dtype for dtype in dtypes if dtype != "bfloat16"]
+    shape = Shape(**subject.shape)
+    chosen = [c for c in all_cases(shape) if cases is None or c.name in cases]
+    work = [(dtype, c.name) for dtype in dtypes for c in chosen if dtype in c.dtypes]
+    if cases is None:
+        work.append((dtypes[0], "opcheck"))
     ran_on = {"interpreter": "interpreter", "cpu": "cpu"}.get(stage, str(device))
     if stage == "device" and device == "cuda":
         ran_on = torch.cuda.get_device_name()
-
-    def failed(detail: str) -> list[Gate]:
-        return [Gate(name="candidate runs", passed=False, ran_on=ran_on, detail=detail)]
-
-    with tempfile.TemporaryDirectory() as folder:
-        asked, answer = Path(folder) / "request.json", Path(folder) / "result.pt"
-        asked.write_text(json.dumps(request), encoding="utf-8")
-        command = [sys.executable, "-m", "codegen.verify.candidate", str(asked), str(answer)]
-        fault = run_alone(command, stage == "interpreter", seconds)
-        if fault or not answer.exists():
-            return failed(fault or "no output")
-        result = torch.load(answer, weights_only=True)
-    if result["interpreted"] != (stage == "interpreter"):
-        return failed("ran in the wrong mode")
+    request = {
+        "module": str(subject.module),
+        "shape": subject.shape,
+        "device": device if stage == "device" else "cpu",
+    }
+    results = _ask(request, work, stage == "interpreter", seconds)
     reference = import_file(subject.reference, "kernel_reference")
-    return Judge(reference, Shape(**subject.shape), cases).gates(result, dtypes, ran_on)
+    return Judge(reference, shape, chosen).gates(results, ran_on)
+
+
+def _ask(request: dict, work: list[tuple], interpret: bool, seconds: float) -> dict[tuple, dict]:
+    """What the candidate answers to each (dtype, case). The process is started again behind a case
+    that it did not survive."""
+    import torch
+
+    results: dict[tuple, dict] = {}
+    deaths = 0
+    with tempfile.TemporaryDirectory() as folder:
+        asked, answers = Path(folder) / "request.json", Path(folder) / "answers"
+        answers.mkdir()
+        while left := [pair for pair in work if pair not in results]:
+            if deaths == DEATHS:
+                fault = f"not run: the candidate died {DEATHS} times before"
+                return results | {pair: {"error": fault} for pair in left}
+            asked.write_text(json.dumps(request | {"work": list(enumerate(left))}), "utf-8")
+            command = [sys.executable, "-m", "codegen.verify.candidate", str(asked), str(answers)]
+            fault = run_alone(command, interpret, answers, seconds)
+            lost = False
+            for number, pair in enumerate(left):
+                answer = answers / f"{number}.pt"
+                if not answer.exists():
+                    break
+                result = torch.load(answer, weights_only=True)
+                answer.unlink()
+                lost = result["lost"]
+                if result["interpreted"] != interpret:
+                    result = {"error": "ran in the wrong mode"}
+                results[pair] = result
+            else:
+                break
+            deaths += 1
+            if not lost:
+                results[pair] = {"error": fault or "ended without an answer"}
+    return results
 
 
 def compile_for(subject: Subject, backend: Backend) -> list[Gate]:
@@ -213,10 +203,15 @@ def compile_for(subject: Subject, backend: Backend) -> list[Gate]:
         targets = [own | {"shared": t.shared_memory_bytes, "dtypes": subject.dtypes}]
     request = {"module": str(subject.module), "shape": subject.shape, "targets": targets}
     with tempfile.TemporaryDirectory() as folder:
-        asked = Path(folder) / "request.json"
+        asked, answers = Path(folder) / "request.json", Path(folder) / "answers"
+        answers.mkdir()
         asked.write_text(json.dumps(request | {"dtypes": subject.dtypes}), encoding="utf-8")
-        command = [sys.executable, "-m", "codegen.verify.cross_compile", str(asked)]
-        lines, fault = _read_lines(command, COMPILE_SECONDS)
+        command = [sys.executable, "-m", "codegen.verify.cross_compile", str(asked), str(answers)]
+        fault = run_alone(command, False, answers, COMPILE_SECONDS)
+        said = answers / "lines.jsonl"
+        text = said.read_text(encoding="utf-8") if said.exists() else ""
+    # A process that was killed leaves its last line unfinished.
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     launches = lines[0]["launches"] if lines else {}
     return [_compile_gate(target, lines[1:], launches, fault) for target in targets]
 
@@ -251,42 +246,3 @@ def _compile_gate(target: dict, lines: list[dict], launches: dict, fault: str) -
         ran_on=f"compiler:{target['name']}",
         detail="; ".join(faults) or detail,
     )
-
-
-def _read_lines(command: list[str], seconds: float) -> tuple[list[dict], str]:
-    """JSON lines of a process, which is killed when it is silent for so long; and its fault."""
-    process = subprocess.Popen(
-        command,
-        env=_environment(interpret=False),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    arrived: queue.Queue[str | None] = queue.Queue()
-    errors: list[str] = []
-
-    def pump() -> None:
-        assert process.stdout is not None
-        for text in process.stdout:
-            arrived.put(text)
-        arrived.put(None)
-
-    def drain() -> None:
-        assert process.stderr is not None
-        errors.extend(process.stderr.read().strip().splitlines()[-1:])
-
-    threads = [threading.Thread(target=f, daemon=True) for f in (pump, drain)]
-    for thread in threads:
-        thread.start()
-    lines: list[dict] = []
-    try:
-        while (text := arrived.get(timeout=seconds)) is not None:
-            if text.startswith("{"):
-                lines.append(json.loads(text))
-    except queue.Empty:
-        process.kill()
-        errors.append(f"no answer for {seconds} s")
-    process.wait()
-    for thread in threads:
-        thread.join()
-    return lines, "; ".join(errors)

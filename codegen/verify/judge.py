@@ -7,15 +7,14 @@ times) the error of the same-dtype torch reference, or the floor of the dtype.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from codegen.render import FLOORS
-from codegen.schema import Gate
-from codegen.verify.cases import Case, Shape, all_cases, make_inputs, run
-
-TOKENWISE = {"o", "dq", "dk", "dv", "dg", "dbeta"}
+from codegen.schema import Gate, OutputError
+from codegen.verify.cases import Case, Kind, Shape, make_inputs, reorder, run
 
 
 def errors(x: torch.Tensor, exact: torch.Tensor, tokenwise: bool) -> tuple[float, float]:
@@ -40,48 +39,53 @@ def errors(x: torch.Tensor, exact: torch.Tensor, tokenwise: bool) -> tuple[float
     return whole.item(), (difference / size.clamp(min=0.1 * mean)).max().item()
 
 
+def errors_of(x: torch.Tensor, exact: torch.Tensor, kind: Kind) -> tuple[float, float]:
+    """`errors` of a tensor of that kind; one that is shared by all tokens is a single row."""
+    if kind == "whole":
+        return errors(x[None], exact[None], tokenwise=False)
+    return errors(x, exact, kind == "token")
+
+
 class Judge:
     """Holds the references of one kernel and judges what candidates hand back."""
 
-    def __init__(self, reference, shape: Shape, names: list[str] | None = None):
-        """`names` are the cases that ran; all of them when None."""
+    def __init__(self, reference, shape: Shape, cases: Sequence[Case]):
+        """`cases` are those that ran."""
         self.function = getattr(reference, shape.function)
         self.shape = shape
-        self.cases = [c for c in all_cases(shape) if names is None or c.name in names]
-        self._references: dict[tuple[str, str], tuple[dict, dict]] = {}
+        self.cases = {case.name: case for case in cases}
 
     def references(self, case: Case, dtype: str) -> tuple[dict, dict]:
         """Outputs in float64, and in the dtype itself, from the same rounded inputs."""
-        key = (case.name, dtype)
-        if key not in self._references:
-            whole = replace(case, split_at=None)
-            inputs = make_inputs(case, self.shape, getattr(torch, dtype))
-            exact = {
-                n: x.double() if x is not None and x.dtype.is_floating_point else x
-                for n, x in inputs.items()
-            }
-            self._references[key] = (
-                run(self.function, whole, exact),
-                run(self.function, whole, inputs),
-            )
-        return self._references[key]
+        whole = replace(case, split_at=None)
+        inputs = make_inputs(case, self.shape, getattr(torch, dtype))
+        exact = {
+            n: x.double() if x is not None and x.dtype.is_floating_point else x
+            for n, x in inputs.items()
+        }
+        return (
+            run(self.function, whole, exact, kernel=False),
+            run(self.function, whole, inputs, kernel=False),
+        )
 
-    def gates(self, result: dict, dtypes: list[str], ran_on: str) -> list[Gate]:
-        """Every gate that the run on one device decides."""
+    def gates(self, results: dict[tuple[str, str], dict], ran_on: str) -> list[Gate]:
+        """Every gate that the run on one device decides; `results` by (dtype, case)."""
         gates = []
-        for dtype in dtypes:
-            ran = {c.name: result["cases"][f"{c.name}/{dtype}"] for c in self.cases}
-            gates += [self.accuracy(c, dtype, ran[c.name], ran_on) for c in self.cases]
-            gates.append(self.same_twice(ran, dtype, ran_on))
-            gates.append(self.own_memory(ran, dtype, ran_on))
-            if "future changed" in ran:
-                gates.append(self.causality(ran, dtype, ran_on))
-            if "row alone" in ran:
-                gates.append(self.batch_row(ran, dtype, ran_on))
-        if "opcheck" in result:
-            fault = result["opcheck"]
-            detail = fault or "schema, fake tensors, autograd registration, dynamic tracing"
-            gates.append(Gate(name="opcheck", passed=not fault, ran_on=ran_on, detail=detail))
+        for dtype in dict.fromkeys(dtype for dtype, _ in results):
+            ran = {n: r for (d, n), r in results.items() if d == dtype and n != "opcheck"}
+            for name in ran:
+                case = self.cases[name]
+                if case.relation is None:
+                    gates.append(self.accuracy(case, dtype, ran[name], ran_on))
+                elif case.relation.to in ran:
+                    gates.append(self.related(case, dtype, ran, ran_on))
+            if ran:
+                gates.append(self.same_twice(ran, dtype, ran_on))
+                gates.append(self.own_memory(ran, dtype, ran_on))
+            if (dtype, "opcheck") in results:
+                fault = results[dtype, "opcheck"].get("error", "")
+                detail = fault or "schema, fake tensors, autograd registration, dynamic tracing"
+                gates.append(Gate(name="opcheck", passed=not fault, ran_on=ran_on, detail=detail))
         return gates
 
     def accuracy(self, case: Case, dtype: str, ran: dict, ran_on: str) -> Gate:
@@ -89,27 +93,33 @@ class Judge:
         if "error" in ran:
             return Gate(name=name, passed=False, ran_on=ran_on, detail=ran["error"])
         exact, same = self.references(case, dtype)
+        missing = exact.keys() - ran["runs"][0].keys()
+        if missing:
+            detail = f"not handed back: {', '.join(sorted(missing))}"
+            return Gate(name=name, passed=False, ran_on=ran_on, detail=detail)
         floor = FLOORS[dtype]
         worst = (-1.0, "", 0.0, 0.0)
+        found = []
         for output in exact:
-            tokenwise = output in TOKENWISE
-            got = errors(ran["runs"][0][output], exact[output], tokenwise)
-            torch_has = errors(same[output], exact[output], tokenwise)
-            for measured, reference, times, what in zip(
-                got, torch_has, (2, 4), ("", ", worst token"), strict=True
-            ):
-                allowed = max(times * reference, times / 2 * floor)
-                if measured / allowed > worst[0]:
-                    worst = (measured / allowed, output + what, measured, allowed)
-        ratio, output, measured, allowed = worst
-        detail = f"{', '.join(exact)}; closest to its limit: {output}"
+            kind = case.kind(output)
+            got = errors_of(ran["runs"][0][output], exact[output], kind)
+            torch_has = errors_of(same[output], exact[output], kind)
+            limits = max(2 * torch_has[0], floor), max(4 * torch_has[1], 2 * floor)
+            found.append(
+                OutputError(output=output, kernel=got[0], torch=torch_has[0], limit=limits[0])
+            )
+            for measured, limit, what in zip(got, limits, ("", ", worst row"), strict=True):
+                if measured / limit > worst[0]:
+                    worst = (measured / limit, output + what, measured, limit)
+        ratio, output, measured, limit = worst
         return Gate(
             name=name,
             passed=ratio <= 1.0,
             ran_on=ran_on,
-            detail=detail,
+            detail=f"closest to its limit: {output}",
             measured=measured,
-            tolerance=allowed,
+            tolerance=limit,
+            errors=found,
         )
 
     def same_twice(self, ran: dict, dtype: str, ran_on: str) -> Gate:
@@ -119,7 +129,7 @@ class Judge:
             for name, r in ran.items()
             if "error" not in r
             for output in r["runs"][0]
-            if not torch.equal(r["runs"][0][output], r["runs"][1][output])
+            if not torch.equal(r["runs"][0][output], r["runs"][-1][output])
         ]
         failed = [name for name, r in ran.items() if "error" in r]
         return Gate(
@@ -143,37 +153,57 @@ class Judge:
             detail="; ".join(faults) or f"{len(ran)} cases",
         )
 
-    def causality(self, ran: dict, dtype: str, ran_on: str) -> Gate:
-        """Other values in the future leave outputs and gradients of the past bit-equal."""
-        base, other = ran["future as it is"], ran["future changed"]
-        until = next(c.perturb_from for c in self.cases if c.name == "future changed")
-        if "error" in base or "error" in other:
+    def related(self, case: Case, dtype: str, ran: dict, ran_on: str) -> Gate:
+        """A case against the one that it must agree with, bit by bit where the device allows."""
+        assert case.relation is not None
+        relation, floor = case.relation, FLOORS[dtype]
+        faults, allowed = [], 0.0
+        if "error" in ran[case.name] or "error" in ran[relation.to]:
             faults = ["did not run"]
         else:
-            one, two = base["runs"][0], other["runs"][0]
-            faults = [n for n in TOKENWISE if not torch.equal(one[n][:, :until], two[n][:, :until])]
-            if torch.equal(one["o"], two["o"]):
+            one, two = ran[relation.to]["runs"][0], ran[case.name]["runs"][0]
+            # A CPU's matrix product takes another path for another batch.
+            loose = ran_on == "cpu" and relation.kind in ("row", "documents")
+            allowed = floor if loose else 0.0
+            for name, x in two.items():
+                kind = case.kind(name)
+                wanted, got = expected(case, name, kind, one[name]), x
+                if relation.kind == "past":
+                    if kind != "token":
+                        continue
+                    wanted, got = wanted[:, : case.perturb_from], got[:, : case.perturb_from]
+                elif relation.kind == "row" and kind == "whole":
+                    continue
+                # Sums over all tokens: in another order, other roundings.
+                limit = floor if kind == "whole" else allowed
+                if not (torch.equal(got, wanted) or errors_of(got, wanted, kind)[1] <= limit):
+                    faults.append(name)
+            if relation.kind == "past" and all(torch.equal(one[n], two[n]) for n in two):
                 faults.append("the future itself does not depend on its inputs")
         return Gate(
-            name=f"causality, {dtype}",
+            name=f"{RELATIONS[relation.kind]}, {dtype}: {case.name}",
             passed=not faults,
             ran_on=ran_on,
-            detail="; ".join(sorted(faults)) or f"tokens before {until} bit-equal",
+            detail="; ".join(faults) or (f"within {allowed:g}" if allowed else "bit-equal"),
         )
 
-    def batch_row(self, ran: dict, dtype: str, ran_on: str) -> Gate:
-        """A row of a batch equals the row alone: bit by bit, on a CPU up to the floor."""
-        batch, alone = ran["batch"], ran["row alone"]
-        if "error" in batch or "error" in alone:
-            faults, allowed = ["did not run"], 0.0
-        else:
-            one, two = batch["runs"][0], alone["runs"][0]
-            # A CPU's matrix product takes another path for another batch size.
-            allowed = FLOORS[dtype] if ran_on == "cpu" else 0.0
-            faults = [n for n in one if errors(two[n], one[n][1:2], n in TOKENWISE)[1] > allowed]
-        return Gate(
-            name=f"batch row, {dtype}",
-            passed=not faults,
-            ran_on=ran_on,
-            detail="; ".join(faults) or f"as the row alone, relative difference at most {allowed}",
-        )
+
+RELATIONS = {
+    "past": "causality",
+    "row": "batch row",
+    "documents": "order of documents",
+    "scaled": "linearity",
+}
+
+
+def expected(case: Case, name: str, kind: Kind, of_other: torch.Tensor) -> torch.Tensor:
+    """The output `name` of a case, made from that of the case it is related to."""
+    assert case.relation is not None
+    if case.relation.kind == "row" and kind != "whole":
+        assert case.only_row is not None
+        return of_other[case.only_row : case.only_row + 1]
+    if case.relation.kind == "documents":
+        return reorder(of_other, kind, case.lengths, case.order)
+    if case.relation.kind == "scaled" and name.removeprefix("d") not in case.LINEAR_IN:
+        return of_other * case.times
+    return of_other
