@@ -115,6 +115,9 @@ class AdapterWork:
     """Inputs of the matrices, which frozen weights do not need; shared inputs count once."""
 
 
+FORWARD = "forward"
+
+
 @document
 class Site:
     """Where an operator lives in the model's code, so that a kernel can be bound in its place."""
@@ -122,7 +125,8 @@ class Site:
     module_class: str
     """Class whose `forward` calls the operator, e.g. `KimiLinearDeltaAttention`."""
     function: str
-    """Module-global name that the forward calls, e.g. `chunk_kimi_delta_attention`."""
+    """Module-global name that the forward calls, e.g. `chunk_kimi_delta_attention`; `forward`
+    where the module calls no function for it but is, or spells out, the operator."""
 
 
 @document

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from analyzers.backends import Backend
 from analyzers.schema import ModelAnalysis
 
-# What an operator of a model comes down to in ATen. The delta rules are not here: torch has only
-# transformers' loop over chunks for them, hundreds of calls in the place of one.
+# What an operator of a model comes down to in ATen. Linear attention is not here: torch has only
+# transformers' loop over chunks for it, hundreds of calls in the place of one.
 FORMS = {
     "linear": ("mm", "addmm"),
     "stacked_linear": ("bmm",),
@@ -34,8 +34,6 @@ FORMS = {
     "sparse_attention": ("_fused_sdp_choice", "scatter.value"),
     "indexer": ("bmm", "relu", "topk"),
     "attention_residual": ("mean.dim", "rsqrt", "_softmax", "sum.dim_IntList"),
-    "ssd": ("bmm", "cumsum", "exp"),
-    "lightning_attention": ("bmm", "exp"),
 }
 
 # ATen operators that torch composes of others before a device sees them -> what it is then asked.

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 FORMULAS: dict[str, Callable[[Mixer], list[Call]]] = {
     "kda": delta_rule,
     "gated_delta_rule": delta_rule,
-    "ssd": linear_attention,
-    "lightning_attention": linear_attention,
+    "mamba2": linear_attention,
+    "lightning": linear_attention,
     "gla": linear_attention,
     "mlstm": linear_attention,
     "selective_scan": selective_scan,

@@ -49,12 +49,12 @@ def linear_attention(mixer: Mixer) -> list[Call]:
 
     Forward 2 CK + 2 CV + 4 KV: A = Q K^T 2CK, O = A V + Q S 2CV + 2KV, S += K^T V 2KV.
     Backward 6 CK + 4 CV + 10 KV: twice that, and again A 2CK and S 2KV.
-    Heads that share their keys and queries (groups of SSD) share A.
+    Value heads that share their keys and queries (groups of SSD) share A.
     """
     a = mixer.attributes
-    heads, k, v = int(a["heads"]), int(a["key_dim"]), int(a["value_dim"])
-    groups, c = int(a.get("groups", heads)), int(a.get("chunk_size", CHUNK))
-    gate = heads * (k if a.get("gate") == "per_channel" else 1)
+    groups, k, v = int(a["heads"]), int(a["key_dim"]), int(a["value_dim"])
+    heads, c = int(a.get("value_heads", groups)), int(a.get("chunk_size", CHUNK))
+    gate = heads * {"per_channel": k, "constant": 0}.get(str(a.get("gate")), 1)
     return [
         _scan(
             mixer,

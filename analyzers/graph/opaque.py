@@ -72,18 +72,17 @@ indexer = _define("indexer")
 kda = _define("kda")
 gated_delta_rule = _define("gated_delta_rule")
 gla = _define("gla")
-lightning_attention = _define("lightning_attention")
+lightning = _define("lightning")
+mamba2 = _define("mamba2")
 mlstm = _define("mlstm")
 rg_lru = _define("rg_lru")
 selective_scan = _define("selective_scan")
 short_convolution = _define("short_convolution")
-ssd = _define("ssd")
 wkv = _define("wkv")
 attention = _define("attention", keeps_output=True)
 
 WHOLE: dict[str, Any] = {
-    name: getattr(torch.ops.analyzers, name).default
-    for name in ("gla", "lightning_attention", "mlstm")
+    name: getattr(torch.ops.analyzers, name).default for name in ("gla", "lightning", "mlstm")
 }
 """Operators that a mixer's own forward may spell out, by the name of the mixer's operator."""
 
@@ -230,9 +229,9 @@ def _gla(q, k, v, g, *args, **kwargs):
     return gla([q, k, v, g], list(v.shape)), None
 
 
-def _ssd(hidden_states, dt, A, B, C, chunk_size, D=None, dt_bias=None, **kwargs):
+def _mamba2(hidden_states, dt, A, B, C, chunk_size, D=None, dt_bias=None, **kwargs):
     inputs = [hidden_states, dt, A, B, C, *(x for x in (D, dt_bias) if x is not None)]
-    output = ssd(inputs, list(hidden_states.shape))
+    output = mamba2(inputs, list(hidden_states.shape))
     return (output, None) if kwargs.get("return_final_states") else output
 
 
@@ -254,7 +253,7 @@ def _wkv(time_decay, time_first, key, value, state=None, return_state=False):
 FUNCTIONS: dict[str, Callable] = {
     "chunk_kimi_delta_attention": _delta_rule(kda),
     "torch_chunk_gated_delta_rule": _delta_rule(gated_delta_rule),
-    "mamba2_chunk_scan": _ssd,
+    "mamba2_chunk_scan": _mamba2,
     "mamba_selective_scan": _selective_scan,
     "causal_conv1d_fn": _convolution,
     "rwkv_linear_attention": _wkv,

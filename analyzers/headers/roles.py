@@ -234,15 +234,16 @@ def _delta_rule(module: nn.Module, config: GenericConfig, out: nn.Linear) -> Mix
 def _mamba2(module: nn.Module, config: GenericConfig, out: nn.Linear) -> Mixer:
     heads, groups = _parameter(module, "A_log"), config.mamba_n_groups or 1
     attributes: Attributes = {
-        "heads": heads,
-        "value_dim": out.in_features // heads,
+        "heads": groups,
+        "value_heads": heads,
         "key_dim": (_conv_channels(module) - out.in_features) // (2 * groups),
-        "groups": groups,
+        "value_dim": out.in_features // heads,
+        "gate": "per_head",
         "conv_kernel_size": _conv_taps(module),
     }
     if config.mamba_chunk_size:
         attributes["chunk_size"] = config.mamba_chunk_size
-    return Mixer("mamba2", "ssd", attributes)
+    return Mixer("mamba2", "mamba2", attributes)
 
 
 def _short_convolution(module: nn.Module, children: dict[str, nn.Module], out: nn.Linear) -> Mixer:
@@ -292,5 +293,5 @@ def _lightning(children: dict[str, nn.Module], config: GenericConfig, out: nn.Li
     """Linear attention whose decay is a constant of the head, with a norm and a gate after it."""
     dim = _head_dim(children, config, out.in_features)
     heads = out.in_features // dim
-    attributes: Attributes = {"heads": heads, "key_dim": dim, "value_dim": dim}
-    return Mixer("lightning", "lightning_attention", attributes)
+    attributes: Attributes = {"heads": heads, "key_dim": dim, "value_dim": dim, "gate": "constant"}
+    return Mixer("lightning", "lightning", attributes)

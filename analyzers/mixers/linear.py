@@ -16,6 +16,7 @@ from analyzers.mixers.mixer import (
     owns,
     parameter,
     site,
+    whole,
     width,
 )
 
@@ -42,6 +43,9 @@ def delta_rule(module: Any, config: Any) -> Mixer:
         "qk_l2norm": "use_qk_l2norm_in_kernel" in names_in(type(module).forward),
         "conv_kernel_size": convolution(module),
     }
+    gate = getattr(module, "forget_gate", None)
+    if (bound := first_of(gate, "lower_bound", "safe_gate_lower_bound")) is not None:
+        attributes["gate_lower_bound"] = float(bound)
     name = "kda" if per_channel else "gated_delta_net"
     operator = "kda" if per_channel else "gated_delta_rule"
     return Mixer(name, operator, attributes, site(module, "chunk_"))
@@ -52,16 +56,21 @@ def is_mamba2(module: Any) -> bool:
 
 
 def mamba2(module: Any, config: Any) -> Mixer:
-    """State-space duality: a decay per head (Dao & Gu 2024, arXiv 2405.21060)."""
+    """State-space duality: a decay per head (Dao & Gu 2024, arXiv 2405.21060).
+
+    In the words of linear attention C is the query and B the key, of `n_groups` heads, and x the
+    value.
+    """
     attributes: Attributes = {
-        "heads": module.num_heads,
-        "value_dim": module.head_dim,
+        "heads": module.n_groups,
+        "value_heads": module.num_heads,
         "key_dim": module.ssm_state_size,
-        "groups": module.n_groups,
+        "value_dim": module.head_dim,
+        "gate": "per_head",
         "chunk_size": module.chunk_size,
         "conv_kernel_size": convolution(module),
     }
-    return Mixer("mamba2", "ssd", attributes)
+    return Mixer("mamba2", "mamba2", attributes, site(module, "chunk_scan"))
 
 
 def is_mamba1(module: Any) -> bool:
@@ -113,9 +122,10 @@ def lightning(module: Any, config: Any) -> Mixer:
         "heads": heads,
         "key_dim": module.head_dim,
         "value_dim": module.head_dim,
+        "gate": "constant",
         "chunk_size": module.block_size,
     }
-    return Mixer("lightning", "lightning_attention", attributes)
+    return Mixer("lightning", "lightning", attributes, whole(module))
 
 
 def is_mlstm(module: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from analyzers.schema import Site
+from analyzers.schema import FORWARD, Site
 
 Attributes = dict[str, int | float | str | bool]
 
@@ -73,6 +73,11 @@ def site(module: nn.Module, *words: str) -> Site | None:
             if word in name:
                 return Site(module_class=type(module).__name__, function=name)
     return None
+
+
+def whole(module: nn.Module) -> Site:
+    """The module itself, for an operator that its forward spells out."""
+    return Site(module_class=type(module).__name__, function=FORWARD)
 
 
 def names_in(function: Callable) -> set[str]:

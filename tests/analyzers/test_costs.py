@@ -11,7 +11,7 @@ from analyzers.schema import ModelAnalysis, Operator, Work
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "tests" / "data" / "configs"
-LINEAR_MIXERS = ("kda", "gated_delta_rule", "ssd", "lightning_attention")
+LINEAR_MIXERS = ("kda", "gated_delta_rule", "mamba2", "lightning")
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def quantities(o: Operator) -> list[Work]:
     [
         ("kimi-k3", ("kda",)),
         ("qwen3-next-80b-a3b", ("gated_delta_rule",)),
-        ("nemotron-3-super-120b-a12b-fp8", ("ssd",)),
+        ("nemotron-3-super-120b-a12b-fp8", ("mamba2",)),
     ],
 )
 def test_twice_the_sequence_is_twice_the_work_of_linear_mixers(analyses, name, mixers):

@@ -77,9 +77,9 @@ def test_delta_rule_is_priced_as_its_chunked_form_multiplies():
         assert call.backward.flops.at(c) == backward + again
 
 
-@pytest.mark.parametrize("operator", ["lightning_attention", "ssd"])
+@pytest.mark.parametrize("operator", ["lightning", "mamba2"])
 def test_linear_attention_is_priced_as_its_chunked_form_multiplies(operator):
-    c, heads, groups, key, value = 32, 6, 6 if operator == "lightning_attention" else 2, 24, 40
+    c, heads, groups, key, value = 32, 6, 6 if operator == "lightning" else 2, 24, 40
     q, k = torch.randn(2, groups, c, key)
     v, s = torch.randn(heads, c, value), torch.randn(heads, key, value)
 
@@ -95,8 +95,8 @@ def test_linear_attention_is_priced_as_its_chunked_form_multiplies(operator):
 
     forward, backward = counted(chunk, q, k, v, s)
     again = counted(lambda q, k, v, s: (square(q, k), state(k, v, s)), q, k, v, s)[0]
-    shape = {"heads": heads, "key_dim": key, "value_dim": value, "chunk_size": c}
-    call = mixed(operator, groups=groups, **shape)
+    shape = {"value_heads": heads, "key_dim": key, "value_dim": value, "chunk_size": c}
+    call = mixed(operator, heads=groups, **shape)
     assert call.forward.flops.at(c) == forward
     assert call.backward.flops.at(c) == backward + again
 
@@ -198,5 +198,5 @@ def literals(node: ast.AST) -> set[str]:
 
 def test_every_operator_that_is_recognised_has_a_formula():
     made = operators_of_mixers()
-    assert made >= {"kda", "gated_delta_rule", "ssd", "sparse_attention", "other_mixer"}
+    assert made >= {"kda", "gated_delta_rule", "mamba2", "sparse_attention", "other_mixer"}
     assert made <= FORMULAS.keys() | NO_FORMULA

@@ -253,7 +253,7 @@ def as_the_reference_runs(o: Operator, eager: bool) -> tuple[float, float]:
     a = o.attributes
     c = a.get("chunk_size", CHUNK)  # the delta rules of transformers have 64
     n = TOKENS // c
-    if o.name in ("kda", "gated_delta_rule", "lightning_attention", "ssd"):
+    if o.name in ("kda", "gated_delta_rule", "lightning", "mamba2"):
         k, v, heads = a["key_dim"], a["value_dim"], a.get("value_heads", a["heads"])
         ck, cv, kv = c * k, c * v, k * v
         # Backward is twice the forward, but the first state takes no gradient and the last gives
@@ -266,7 +266,7 @@ def as_the_reference_runs(o: Operator, eager: bool) -> tuple[float, float]:
             # gradient of their matrix is one product each.
             forward = 4 * ck + 2 * cv + 6 * kv
             backward = 2 * forward - (2 * 2 + 4) * kv / n + 2 * ck + 2 * cv
-        elif o.name == "lightning_attention":
+        elif o.name == "lightning":
             forward = 2 * ck + 2 * cv + 4 * kv
             backward = 2 * forward - (2 + 4) * kv / n
         else:  # Q K^T for each head, not each group; all chunk states by one product of chunks

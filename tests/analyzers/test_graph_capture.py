@@ -27,8 +27,8 @@ EXPECTED = {
     ],
     "tiny-kimi-k3": [{"kda", CONV}, {"kda", CONV, EXPERTS}, {"attention", EXPERTS}],
     "tiny-qwen3-next": [{"gated_delta_rule", CONV, EXPERTS}, {"attention", EXPERTS}],
-    "minimax": [{"attention", EXPERTS}, {"lightning_attention", EXPERTS}],
-    "nemotron_h": [{"ssd", CONV}, {EXPERTS}, {"attention"}, set()],
+    "minimax": [{"attention", EXPERTS}, {"lightning", EXPERTS}],
+    "nemotron_h": [{"mamba2", CONV}, {EXPERTS}, {"attention"}, set()],
     "deepseek_v32": [{"attention"}, {"attention", EXPERTS}],
     "gpt_oss": [{"attention", EXPERTS}, {"attention", EXPERTS}],
 }
