@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import statistics
 import time
 import traceback
@@ -42,30 +43,31 @@ class Device:
         if self.cuda:
             torch.cuda.synchronize()
 
-    def time(self, call: Callable[[], object]) -> float:
-        """Milliseconds of one call, from a cold level-2 cache."""
+    def times(self, call: Callable[[], object], repeats: int) -> list[float]:
+        """Milliseconds of each call, from a cold level-2 cache. The calls are queued one behind the
+        other, so that the device waits for the host only where the host is the slower one."""
         if self._flush is None:
-            began = time.perf_counter()
+            marks = [time.perf_counter()]
+            for _ in range(repeats):
+                call()
+                marks.append(time.perf_counter())
+            return [1e3 * (b - a) for a, b in itertools.pairwise(marks)]
+        events = []
+        for _ in range(repeats):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._flush.zero_()
+            start.record()
             call()
-            return (time.perf_counter() - began) * 1e3
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._flush.zero_()
-        start.record()
-        call()
-        end.record()
+            end.record()
+            events.append((start, end))
         torch.cuda.synchronize()
-        return start.elapsed_time(end)
+        return [start.elapsed_time(end) for start, end in events]
 
     def median(self, call: Callable[[], object], seconds: float) -> float:
         """Median milliseconds over about so many seconds, at least 5 and at most 100 calls."""
-        for _ in range(WARM_UP if self.cuda else 1):
-            call()
-        self.synchronize()
-        times: list[float] = []
-        began = time.monotonic()
-        while len(times) < 5 or (len(times) < 100 and time.monotonic() - began < seconds):
-            times.append(self.time(call))
-        return statistics.median(times)
+        usual = statistics.median(self.times(call, WARM_UP if self.cuda else 1))
+        repeats = int(max(5, min(100, 1e3 * seconds / max(usual, 1e-3))))
+        return statistics.median(self.times(call, repeats))
 
     def extra_bytes(self, call: Callable[[], list[torch.Tensor]]) -> int | None:
         """Peak memory of a call beyond what was there and what it returns."""

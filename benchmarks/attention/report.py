@@ -93,8 +93,8 @@ def _machine(device: str) -> dict:
             found[name] = None
     if device == "cuda":
         query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        told = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
-        found["gpu"], _, found["driver"] = (told or ["unknown"])[0].partition(", ")
+        told = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+        found["gpu"], _, found["driver"] = told.splitlines()[0].partition(", ")
     return found
 
 
