@@ -1,7 +1,7 @@
 """Renders the files of one kernel: the module, its reference and its test.
 
-The text depends on the spec, the templates and the backend alone: the same three give the same
-bytes, without times, paths or random names.
+The text depends on the spec, the templates, the backend and the tuning record alone: the same four
+give the same bytes, without times, paths or random names.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import codegen.family as families
 from analyzers.backends import Backend
 from codegen.family import Spec, Tile
+from codegen.tuning.records import Record, launch_table, record_sha256, tile_of
 
 GENERATOR = "1"
 
@@ -34,6 +35,7 @@ class Rendered:
     template_sha256: str
     spec_sha256: str
     backend_sha256: str
+    tuning_sha256: str | None
     command: str
 
 
@@ -58,21 +60,26 @@ def render(
     *,
     name: str | None = None,
     tile: Tile | None = None,
+    record: Record | None = None,
 ) -> Rendered:
     """The files of the kernel for this operator's head widths on this backend.
 
-    `attributes` holds `key_dim` and `value_dim`; `name` (of the files) defaults to the operator's,
-    `tile` to the family's own choice.
+    `attributes` holds `key_dim` and `value_dim`; `name` (of the files) defaults to the operator's.
+    The tile is `tile`, or the one of a tuning `record`, or the family's own choice.
     """
     name = name or spec.operator
     key_dim, value_dim = int(attributes["key_dim"]), int(attributes["value_dim"])
+    if record is not None:
+        heads = int(attributes.get("value_heads", attributes.get("heads", 1)))
+        tile = tile_of(record, heads)
     tile = tile or spec.tile(backend, key_dim)
+    launches = launch_table(spec, backend, key_dim, value_dim, tile, record)
     hashes = {
         "template_sha256": families.template_sha256(spec),
         "spec_sha256": families.spec_sha256(spec),
         "backend_sha256": families.backend_sha256(backend),
     }
-    shape = f"{key_dim}x{value_dim} {tile}"
+    shape = f"{key_dim}x{value_dim} {tile} {launches}"
     content = families.digest(*hashes.values(), GENERATOR, shape)
     names = {
         "module": f"{name}.py",
@@ -88,12 +95,13 @@ def render(
         "triton_ready": spec.delta and "g" in spec.inputs and spec.beta == "per_head",
         "generator": GENERATOR,
         "backend_name": backend.name,
-        "tuning_sha256": None,
+        "tuning_sha256": record and record_sha256(record),
         "command": f"adapt kernels MODEL --backend {backend.name}",
         "namespace": f"codegen_{spec.operator}_{content[:8]}",
         "key_dim": key_dim,
         "value_dim": value_dim,
         "tile": tile,
+        "launches": launches,
         "block_k": block_k,
         "block_v": min(tile.launches["_recur"].block, families.power_of_two(value_dim)),
         "levels": int(math.log2(tile.chunk)),
@@ -111,6 +119,7 @@ def render(
         value_dim=value_dim,
         tile=tile,
         **hashes,
+        tuning_sha256=values["tuning_sha256"],
         command=values["command"],
     )
 

@@ -1,0 +1,187 @@
+"""Times the kernels of one candidate, in this process of its own.
+
+    python -m codegen.tuning.timing REQUEST.json RESULT.pt
+
+Compiles and runs the candidate on every workload, says `ready` on stdout, waits for a line on stdin
+(nothing else may use the device while it measures), measures, and hands back numbers, never a
+verdict.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from codegen.load import import_file
+from codegen.verify.cases import Shape, all_cases, make_inputs, run
+
+SAMPLES = 4096
+CACHE_BYTES = 256 * 2**20
+"""What is written between two runs where the device does not say how large its cache is."""
+
+Clock = Callable[[Callable[[], Any], int], list[float]]
+"""(call, repeats) -> milliseconds of each run."""
+
+
+class Recorded:
+    """Stands in for a kernel: runs its launches and remembers them."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+        self.launches: list[tuple] = []
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            self.launches.append((grid, args, options))
+            return self.kernel[grid](*args, **options)
+
+        return launch
+
+    def replay(self) -> None:
+        for grid, args, options in self.launches:
+            self.kernel[grid](*args, **options)
+
+    def bytes(self) -> int:
+        """Of all tensors that the launches are given, each counted once a launch."""
+        total = 0
+        for _, args, options in self.launches:
+            tensors = {
+                x.data_ptr(): x.numel() * x.element_size()
+                for x in (*args, *options.values())
+                if isinstance(x, torch.Tensor)
+            }
+            total += sum(tensors.values())
+        return total
+
+
+def device_clock(device: str) -> Clock:
+    """Events on the device's stream; its last cache is overwritten before each run."""
+    flush = torch.empty(4 * cache_bytes(device), dtype=torch.int8, device=device)
+
+    def measure(call, repeats):
+        marks = [[torch.Event(device, enable_timing=True) for _ in "be"] for _ in range(repeats)]
+        for begin, end in marks:
+            flush.zero_()  # also hides how long the launch takes on the host
+            begin.record()
+            call()
+            end.record()
+        torch.accelerator.synchronize()
+        return [begin.elapsed_time(end) for begin, end in marks]
+
+    return measure
+
+
+def host_clock(call, repeats):
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        call()
+        times.append(1e3 * (time.perf_counter() - begin))
+    return times
+
+
+def cache_bytes(device: str) -> int:
+    if device == "cpu":
+        return 0
+    properties = torch.get_device_module(device).get_device_properties()
+    return getattr(properties, "L2_cache_size", 0) or CACHE_BYTES
+
+
+def median(call: Callable[[], Any], clock: Clock, budget: float) -> float:
+    """Median milliseconds of a run; about `budget` milliseconds are spent on it."""
+    estimate = statistics.median(clock(call, 3))
+    return statistics.median(clock(call, max(5, min(100, int(budget / max(estimate, 1e-3))))))
+
+
+def sample(x: torch.Tensor) -> torch.Tensor:
+    """A few thousand values from all over a tensor; the odd stride visits every channel."""
+    flat = x.detach().flatten()
+    return flat[:: max(1, flat.numel() // SAMPLES) | 1].double().cpu()
+
+
+class Candidate:
+    """One module on one device, ready to be measured."""
+
+    def __init__(self, request: dict):
+        self.module = import_file(Path(request["module"]), "candidate_kernel")
+        self.shape = Shape(**request["shape"])
+        self.dtype = getattr(torch, request["dtype"])
+        self.device = request["device"]
+        self.seed = request["seed"]
+        self.budget = request["milliseconds"]
+        self.kernels = {
+            name: Recorded(vars(self.module)[name])
+            for name in request["kernels"]
+            if name in vars(self.module)
+        }
+        vars(self.module).update(self.kernels)
+
+    def step(self, workload: dict) -> Callable[[], dict[str, torch.Tensor]]:
+        """One training step, forward and backward, on the first case's kind of data."""
+        first = all_cases(self.shape)[0]
+        known = {f.name for f in dataclasses.fields(first)}
+        size = {n: workload[n] for n in ("batch", "heads", "value_heads") if n in known}
+        case = dataclasses.replace(first, name="timing", lengths=(workload["tokens"],), **size)
+        torch.manual_seed(self.seed)
+        order = torch.randperm(workload["tokens"])
+        inputs = {}
+        for name, x in make_inputs(case, self.shape, self.dtype).items():
+            if x is not None:
+                x = x[:, order] if case.kind(name) == "token" else x
+                x = x.to(self.device)
+            inputs[name] = x
+        function = getattr(self.module, self.shape.function)
+        return lambda: run(function, case, inputs)
+
+    def measure(self, workload: dict, clock: Clock) -> dict:
+        """Milliseconds by kernel and of the whole step, bytes, and what came out."""
+        step = self.step(workload)
+        once, twice = step(), step()
+        result = {
+            "outputs": {name: sample(x) for name, x in once.items()},
+            "unequal": [name for name in once if not torch.equal(once[name], twice[name])],
+            "step": median(step, clock, self.budget),
+        }
+        del once, twice
+        for kernel in self.kernels.values():
+            kernel.launches.clear()
+        step()
+        launched = {name: kernel for name, kernel in self.kernels.items() if kernel.launches}
+        result["bytes"] = {name: kernel.bytes() for name, kernel in launched.items()}
+        result["kernels"] = {
+            name: median(kernel.replay, clock, self.budget) for name, kernel in launched.items()
+        }
+        for kernel in launched.values():
+            kernel.launches.clear()
+        return result
+
+
+def main(request_path: str, result_path: str) -> None:
+    request = json.loads(Path(request_path).read_text(encoding="utf-8"))
+    parent = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    torch.set_num_threads(1)
+    candidate = Candidate(request)
+    for workload in request["workloads"]:
+        candidate.step(workload)()
+    device = request["device"]
+    clock = host_clock if device == "cpu" else device_clock(device)
+    print("ready", file=parent, flush=True)
+    if not sys.stdin.readline():
+        return
+    measured = [candidate.measure(workload, clock) for workload in request["workloads"]]
+    torch.save({"workloads": measured, "cache_bytes": cache_bytes(device)}, result_path)
+    print("done", file=parent, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
