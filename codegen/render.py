@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import codegen.family as families
 from analyzers.backends import Backend
+from analyzers.documents import to_json
 from codegen.family import Spec, Tile
-from codegen.tuning.records import Record, launch_table, record_sha256, tile_of
+from codegen.tuning.records import Record, launch_table, record_name, record_sha256, tile_of
 
 GENERATOR = "1"
 
@@ -23,7 +24,8 @@ FLOORS = {"float32": 1e-5, "bfloat16": 2.0**-8}
 
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
-    """The three files of a kernel by name, and what they were made from."""
+    """The files of a kernel by name (module, reference, test and, where one was used, the tuning
+    record), and what they were made from."""
 
     module: str
     reference: str
@@ -112,6 +114,8 @@ def render(
     for kind, file in names.items():
         template = _environment().get_template(f"{spec.template}/{kind}.py.j2")
         files[file] = template.render(values).rstrip("\n") + "\n"
+    if record is not None:
+        files[record_name(names["module"])] = to_json(record)
     return Rendered(
         **names,
         files=files,

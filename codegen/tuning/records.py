@@ -98,6 +98,16 @@ def file_name(record: Record, *, shipped: bool = False) -> str:
     return f"{name}.json" if shipped else f"{name}-{record.content[:12]}.json"
 
 
+def record_name(module: str) -> str:
+    """Of the record beside a rendered module."""
+    return f"tuning_{Path(module).stem}.json"
+
+
+def records_beside(folder: Path) -> list[Record]:
+    """Those that the kernels of a set were made with."""
+    return [read_document(Record, path) for path in sorted(folder.glob(record_name("*")))]
+
+
 def save(record: Record, folder: Path | None = None) -> Path:
     """Writes the record to the user's cache folder, or to `folder` under its shipped name."""
     if folder is not None:

@@ -103,6 +103,9 @@ class Space:
     def bases(self) -> list[Tile]:
         """The family's own tile, then the same launches in other chunk lengths and strategies."""
         own = self.spec.tile(self.backend, self.key_dim)
+        widths = self.key_dim, self.value_dim
+        launches = {k: clipped(self.spec, k, x, *widths) for k, x in own.launches.items()}
+        own = replace(own, launches=launches)
         others = [
             replace(own, chunk=chunk, strategy=strategy)
             for chunk in sorted({own.chunk, *self.spec.chunks})
