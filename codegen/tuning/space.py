@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from analyzers.backends import Backend, TritonTarget
@@ -166,8 +166,11 @@ def one_at_a_time(base: Tile, tile: Tile) -> list[Tile]:
 
 def describe(tile: Tile) -> str:
     """E.g. `chunk 64 split, prepare 64/4/2, recur 32/4/3` (block/warps/stages)."""
-    launches = ", ".join(
+    return f"chunk {tile.chunk} {tile.strategy}, {describe_launches(tile.launches)}"
+
+
+def describe_launches(launches: Mapping[str, Launch]) -> str:
+    return ", ".join(
         f"{kernel.lstrip('_')} {x.block}/{x.num_warps}/{x.num_stages}"
-        for kernel, x in tile.launches.items()
+        for kernel, x in launches.items()
     )
-    return f"chunk {tile.chunk} {tile.strategy}, {launches}"
