@@ -155,7 +155,10 @@ class Benchmark:
         named = (*self.options.shapes, self.options.long, self.options.unseen)
         for spec in self.specs:
             for shape in {Shape.parse(name).widths: Shape.parse(name) for name in named}.values():
-                render_ours(spec, shape, self.options.backend, self.folder)
+                record = render_ours(spec, shape, self.options.backend, self.folder)
+                self.report.data["kernels"].append(
+                    {"member": spec.operator, "widths": shape.widths, "tuning_sha256": record}
+                )
 
     def start(self, **environment: str) -> Worker:
         return Worker(Path(__file__).resolve(), self.report.log, environment)

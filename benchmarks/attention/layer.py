@@ -155,14 +155,25 @@ def _loaded(operator: Operator, job: Job) -> LoadedKernel:
     """The kernel as `adapt kernels` renders it; that it is right is measured here."""
     from analyzers.backends import load_backend
     from codegen import LoadedKernel
-    from codegen.family import load_specs
+    from codegen.build import _render
+    from codegen.family import find_spec
     from codegen.load import import_file
-    from codegen.render import render
-    from codegen.schema import Kernel
+    from codegen.schema import Kernel, OperatorChoice
+    from codegen.tuning.records import known_records
 
-    spec = load_specs()[operator.name]
-    name = f"layer_{operator.name}"
-    rendered = render(spec, load_backend(job.backend), operator.attributes, name=name)
+    choice = OperatorChoice(
+        operator=operator.name,
+        backend=job.backend,
+        decision="generated",
+        provider="codegen",
+        reason="the benchmark measures it",
+        evidence="",
+        attributes=operator.attributes,
+        site=operator.site,
+    )
+    rendered = _render(choice, [choice], load_backend(job.backend), known_records())
+    spec = find_spec(operator.name)
+    assert spec is not None
     path = job.folder / rendered.module
     text = rendered.files[rendered.module]
     path.write_text(text, "utf-8")
@@ -177,7 +188,7 @@ def _loaded(operator: Operator, job: Job) -> LoadedKernel:
         spec_sha256=rendered.spec_sha256,
         template_sha256=rendered.template_sha256,
         backend_sha256=rendered.backend_sha256,
-        tuning_sha256=None,
+        tuning_sha256=rendered.tuning_sha256,
         triton=spec.triton,
         command=rendered.command,
         attributes=operator.attributes,
@@ -185,4 +196,6 @@ def _loaded(operator: Operator, job: Job) -> LoadedKernel:
         gates=[],
         passed=False,
     )
-    return LoadedKernel(kernel=kernel, function=getattr(import_file(path, name), spec.function))
+    return LoadedKernel(
+        kernel=kernel, function=getattr(import_file(path, path.stem), spec.function)
+    )

@@ -34,6 +34,7 @@ class Report:
             "commit": options.commit or _commit(),
             "machine": _machine(options.device),
             "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
+            "kernels": [],
             "rates": {},
             "notes": [],
             "references": [],
