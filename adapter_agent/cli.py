@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 StageName = Literal["analyze", "map", "generate", "plan", "review", "validate", "train", "report"]
 
+Prefer = Literal["generated", "existing"]
+
 WAITING = 5
 """Exit status of a run that stopped for a reviewer."""
 
@@ -248,6 +250,13 @@ def kernels(
     output: Annotated[
         Path | None, typer.Option(help="Folder of the package; kernels-<backend> by default.")
     ] = None,
+    prefer: Annotated[
+        Prefer | None,
+        typer.Option(
+            help="Where a generated kernel and an existing one (torch, an installed package) would "
+            "both serve. By default generated where it was measured to be faster on that device."
+        ),
+    ] = None,
     tune: Annotated[
         bool,
         typer.Option(
@@ -282,7 +291,7 @@ def kernels(
     with t.stdout_kept_clean(), terminal.live():
         check_model(model, trust_remote_code=trust_remote_code)
         found = analyze_model(model, trust_remote_code=trust_remote_code, progress=terminal)
-        operators = map_operators(found, target)
+        operators = map_operators(found, target, prefer=prefer)
         tuned = []
         if tune:
             tuned = tune_operators(operators, target, minutes=tune_minutes, progress=terminal)
