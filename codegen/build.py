@@ -98,7 +98,7 @@ def generate(
 
 def _spec(choice: OperatorChoice) -> Spec:
     spec = find_spec(choice.operator)
-    assert spec is not None, f"{choice.operator} was chosen to be generated"
+    assert isinstance(spec, Spec), f"{choice.operator} was chosen to be generated"
     return spec
 
 
