@@ -1,0 +1,86 @@
+"""Kernels, right and wrong, that the tests hand to the harness."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from codegen.build import subject_of
+from codegen.family import load_specs
+from codegen.load import import_file
+from codegen.schema import Gate
+from codegen.verify.cases import Shape, all_cases
+from codegen.verify.judge import Judge
+from codegen.verify.processes import environment
+from tests.codegen.kernel_samples import write_kernel
+
+LINEAR = [n for n, spec in load_specs().items() if spec.family == "linear_attention"]
+
+
+def subject(
+    folder: Path,
+    member: str,
+    *changes: tuple[str, str],
+    widths: tuple[int, int] = (16, 16),
+    backend: str = "cpu",
+):
+    """A rendered member whose module is changed: each pair is what to find and to put there."""
+    rendered = write_kernel(folder, member, *widths, backend=backend)
+    path = folder / rendered.module
+    text = path.read_text(encoding="utf-8")
+    for old, new in changes:
+        assert old in text, f"the kernels have no {old!r} any more"
+        text = text.replace(old, new)
+    path.write_text(text, encoding="utf-8")
+    return subject_of(rendered, load_specs()[member], folder)
+
+
+def failed(gates) -> list[str]:
+    return [
+        f"{gate.name}: {gate.detail}, {gate.measured} > {gate.tolerance}"
+        for gate in gates
+        if not gate.passed
+    ]
+
+
+DIED = "the process died"
+EVERY = """
+import os, sys
+from codegen.verify.candidate import main
+for n in range(1, len(sys.argv), 2):
+    child = os.fork()
+    if not child:
+        main(*sys.argv[n : n + 2])
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+def gates_of(folder: Path, subjects: list, cases: list[tuple[str, ...]]) -> list[list[Gate]]:
+    """The gates of each subject's cases in float32, from forks of one interpreter: to start one
+    takes longer than to run a few cases. A wrong kernel may ruin its process."""
+    requests = []
+    for n, (one, names) in enumerate(zip(subjects, cases, strict=True)):
+        answers = folder / f"answers{n}"
+        answers.mkdir()
+        work = list(enumerate(("float32", name) for name in names))
+        request = {"module": str(one.module), "shape": one.shape, "device": "cpu", "work": work}
+        (folder / f"request{n}.json").write_text(json.dumps(request), encoding="utf-8")
+        requests += [str(folder / f"request{n}.json"), str(answers)]
+    command = [sys.executable, "-c", EVERY, *requests]
+    subprocess.run(command, env=environment(interpret=True), check=True, timeout=500)
+    judged = []
+    for n, (one, names) in enumerate(zip(subjects, cases, strict=True)):
+        results = {}
+        for i, name in enumerate(names):
+            answer = folder / f"answers{n}/{i}.pt"
+            results["float32", name] = torch.load(answer) if answer.exists() else {"error": DIED}
+        shape = Shape(**one.shape)
+        chosen = [case for case in all_cases(shape) if case.name in names]
+        reference = import_file(one.reference, "kernel_reference")
+        judged.append(Judge(reference, shape, chosen).gates(results, "interpreter"))
+    return judged
