@@ -65,16 +65,17 @@ class Recorded:
 
 def device_clock(device: str) -> Clock:
     """Events on the device's stream; its last cache is overwritten before each run."""
+    module = torch.get_device_module(device)
     flush = torch.empty(4 * cache_bytes(device), dtype=torch.int8, device=device)
 
     def measure(call, repeats):
-        marks = [[torch.Event(device, enable_timing=True) for _ in "be"] for _ in range(repeats)]
+        marks = [[module.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
         for begin, end in marks:
             flush.zero_()  # also hides how long the launch takes on the host
             begin.record()
             call()
             end.record()
-        torch.accelerator.synchronize()
+        module.synchronize()
         return [begin.elapsed_time(end) for begin, end in marks]
 
     return measure
