@@ -86,6 +86,7 @@ def test_the_layer_runs_with_our_kernels_and_with_those_of_transformers(tmp_path
     assert [row["status"] for row in data["layer"]] == ["right"] * 3
     ours = data["layer"][2]
     assert ours["implementation"] == "ours"
+    assert "kda" in ours["kernels"]
     assert ours["frozen_ms"] > 0
     assert "dconv1d.weight" in ours["errors"]
 
