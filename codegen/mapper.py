@@ -143,11 +143,12 @@ def _fault(library: Library, operator: Operator, backend: Backend) -> tuple[str,
     query = f"importlib.util.find_spec('{library.package}') for {library.function}"
     if importlib.util.find_spec(library.package) is None:
         return "it is not installed", query
-    version = next(filter(None, map(_version, library.distributions)), None)
-    query = f"{library.package} {version or 'of unknown version'} is installed"
+    known = next(filter(None, map(_version, library.distributions)), None)
+    version = known or "of unknown version"
+    query = f"{library.package} {version} is installed"
     if backend.device_type == "cpu" or backend.triton is None:
         return f"{version} has no kernel for {backend.device_type}", query
-    if version and Version(version) < Version(library.least):
+    if known and Version(known) < Version(library.least):
         return f"{version} is wrong on this hardware before {library.least}", query
     site = operator.site
     name = library.function.rpartition(".")[2]

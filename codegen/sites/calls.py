@@ -128,5 +128,5 @@ BESIDE: dict[str, Callable[[Callable], Callable]] = {
     "causal_conv1d_fn": lambda own: convolution(None, own),
     "mamba2_split_conv1d_scan_combined": lambda own: _nothing,
 }
-"""Functions of a forward that are bound besides its kernels where none of them is theirs: they would
-mix documents that the kernels keep apart, or pass the kernels by."""
+"""Functions of a forward that are bound besides its kernels where none of them is theirs: they
+would mix documents that the kernels keep apart, or pass the kernels by."""

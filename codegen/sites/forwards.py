@@ -55,5 +55,26 @@ def lightning(module: Any, kernels: Kernels) -> Callable:
     return forward
 
 
-FORWARDS: dict[str, Callable[[Any, Kernels], Callable]] = {"lightning": lightning}
+def gated_rms_norm(module: Any, kernels: Kernels) -> Callable:
+    """The forward of an RMSNorm with a gate: over heads and gated after it in delta rules, over
+    groups of channels and gated before it in Mamba2."""
+    groups, size = getattr(module, "n_groups", 1), getattr(module, "group_size", None)
+    options = {
+        "eps": module.variance_epsilon,
+        "activation": getattr(module, "activation", "silu"),
+        "norm_before_gate": getattr(module, "norm_before_gate", size is None),
+    }
+    kernel = kernels.of()
+
+    def forward(hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        group_size = hidden_states.shape[-1] // groups if size is None else size
+        return kernel(hidden_states, module.weight, gate, group_size=group_size, **options)
+
+    return forward
+
+
+FORWARDS: dict[str, Callable[[Any, Kernels], Callable]] = {
+    "gated_rms_norm": gated_rms_norm,
+    "lightning": lightning,
+}
 """By the name of the operator."""
