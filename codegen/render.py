@@ -19,7 +19,7 @@ from codegen.tuning.records import Record, launch_table, record_name, record_sha
 GENERATOR = "1"
 
 # Unit roundoff of the dtype, with room for the sums that any order of evaluation needs.
-FLOORS = {"float32": 1e-5, "bfloat16": 2.0**-8}
+FLOORS = {"float32": 1e-5, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 @dataclass(frozen=True, kw_only=True)

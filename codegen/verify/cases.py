@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from codegen.family import Spec, load_specs
+from codegen.family import load_members
 
 Kind = Literal["token", "sequence", "whole"]
 """Of a tensor: [B, T, ...], [N, ...] with N = B or the number of packed sequences, or neither."""
@@ -33,8 +33,9 @@ class Shape:
     """Tokens that a program works on at once: hostile lengths lie around it."""
 
     @cached_property
-    def spec(self) -> Spec:
-        return load_specs()[self.operator]
+    def spec(self) -> Any:
+        """The family's own kind of `codegen.family.Member`."""
+        return load_members()[self.operator]
 
     @property
     def function(self) -> str:

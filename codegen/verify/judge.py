@@ -54,19 +54,23 @@ class Judge:
         self.function = getattr(reference, shape.function)
         self.shape = shape
         self.cases = {case.name: case for case in cases}
+        self._references: dict[tuple[str, str], tuple[dict, dict]] = {}
 
     def references(self, case: Case, dtype: str) -> tuple[dict, dict]:
         """Outputs in float64, and in the dtype itself, from the same rounded inputs."""
-        whole = replace(case, split_at=None)
-        inputs = make_inputs(case, self.shape, getattr(torch, dtype))
-        exact = {
-            n: x.double() if x is not None and x.dtype.is_floating_point else x
-            for n, x in inputs.items()
-        }
-        return (
-            run(self.function, whole, exact, kernel=False),
-            run(self.function, whole, inputs, kernel=False),
-        )
+        key = case.name, dtype
+        if key not in self._references:
+            whole = replace(case, split_at=None)
+            inputs = make_inputs(case, self.shape, getattr(torch, dtype))
+            exact = {
+                n: x.double() if x is not None and x.dtype.is_floating_point else x
+                for n, x in inputs.items()
+            }
+            self._references[key] = (
+                run(self.function, whole, exact, kernel=False),
+                run(self.function, whole, inputs, kernel=False),
+            )
+        return self._references[key]
 
     def gates(self, results: dict[tuple[str, str], dict], ran_on: str) -> list[Gate]:
         """Every gate that the run on one device decides; `results` by (dtype, case)."""

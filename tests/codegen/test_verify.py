@@ -164,7 +164,7 @@ def test_the_unchanged_plain_torch_form_passes_what_the_wrong_ones_are_judged_by
 
 DIES = {
     "killed by SIGSEGV": "import ctypes; ctypes.string_at(0)",
-    "no result after 4 s": "import time; time.sleep(600)",
+    "no result after 15 s": "import time; time.sleep(600)",
     "ended with status 7": "import os; os._exit(7)",
 }
 
@@ -175,9 +175,9 @@ def test_a_crash_or_a_hang_costs_one_case_only(said, tmp_path):
     wrong = subject(tmp_path, "gated_delta_rule", (RETURNED, dies))
     begin = time.monotonic()
     gates = run_on(
-        wrong, "cpu", cases=["usual", "one token", "long memory"], dtypes=["float32"], seconds=4
+        wrong, "cpu", cases=["usual", "one token", "long memory"], dtypes=["float32"], seconds=15
     )
-    assert time.monotonic() - begin < 40
+    assert time.monotonic() - begin < 120
     passed = {gate.name: gate.passed for gate in gates}
     assert passed["accuracy, float32: usual"]
     assert passed["accuracy, float32: long memory"]
@@ -190,7 +190,7 @@ def test_a_candidate_that_always_dies_is_not_started_for_ever(tmp_path):
     wrong = subject(tmp_path, "gated_delta_rule", ("import triton\n", "import triton\nexit(9)\n"))
     gates = run_on(wrong, "cpu", dtypes=["float32"])
     assert not any(gate.passed for gate in gates)
-    assert "the candidate died 3 times before" in gates[-4].detail
+    assert sum("the candidate died 3 times before" in gate.detail for gate in gates) > 10
 
 
 def test_what_a_candidate_says_is_no_verdict(tmp_path):
