@@ -496,9 +496,13 @@ def test_a_recorded_kernel_is_replayed_with_the_same_arguments():
 
     recorded = Recorded(Kernel())
     x = torch.zeros(3, 5)
+    recorded[(1,)](x)
+    assert recorded.launches == []  # a hundred timed steps must not stay in memory
+    recorded.remembers = True
     recorded[(7,)](x, x, 2, BT=16)
     recorded.replay()
-    assert calls[0] == calls[1] == ((7,), (x, x, 2), {"BT": 16})
+    assert len(calls) == 3
+    assert calls[1] == calls[2] == ((7,), (x, x, 2), {"BT": 16})
     assert recorded.bytes() == 60  # a tensor that is given twice is read once
 
 
