@@ -26,7 +26,7 @@ from codegen.family import Tile, digest
 from codegen.load import import_file
 from codegen.render import render
 from codegen.tuning.space import Space
-from codegen.verify.cases import Case, Shape, all_cases
+from codegen.verify.cases import Shape, all_cases
 from codegen.verify.harness import Subject, run_on
 from codegen.verify.judge import Judge
 from codegen.verify.processes import environment
@@ -67,21 +67,6 @@ class Workload:
         return f"B{self.batch} T{self.tokens} {heads}"
 
 
-class Remembering(Judge):
-    """Computes what is right once for all candidates: they share cases and references."""
-
-    def __init__(self, *given):
-        super().__init__(*given)
-        self.known: dict[tuple[str, str], tuple[dict, dict]] = {}
-        self.lock = threading.Lock()
-
-    def references(self, case: Case, dtype: str) -> tuple[dict, dict]:
-        with self.lock:
-            if (case.name, dtype) not in self.known:
-                self.known[case.name, dtype] = super().references(case, dtype)
-            return self.known[case.name, dtype]
-
-
 @dataclass(kw_only=True)
 class Bench:
     """Where tiles are proved and timed."""
@@ -94,7 +79,7 @@ class Bench:
     """Its type. `interpreter` runs the kernels on the CPU, where times say nothing of a device."""
     jobs: int = field(default_factory=lambda: max(1, min(12, os.cpu_count() or 1)))
     seed: int = field(default_factory=lambda: int.from_bytes(os.urandom(4), "big"))
-    _judges: dict[int, Remembering] = field(default_factory=dict)
+    _judges: dict[int, Judge] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -116,14 +101,16 @@ class Bench:
         with ThreadPoolExecutor(self.jobs) as pool:
             return list(pool.map(self._prove, tiles))
 
-    def judge(self, subject: Subject) -> Remembering:
-        """Of all candidates with that chunk length."""
+    def judge(self, subject: Subject) -> Judge:
+        """Of all candidates with that chunk length: what is right is computed once."""
+        shape = Shape(**subject.shape)
         with self._lock:
-            shape = Shape(**subject.shape)
             if shape.chunk not in self._judges:
                 reference = import_file(subject.reference, "kernel_reference")
                 chosen = [case for case in all_cases(shape) if case.name in CASES]
-                self._judges[shape.chunk] = Remembering(reference, shape, chosen)
+                judge = self._judges[shape.chunk] = Judge(reference, shape, chosen)
+                for case in chosen:
+                    judge.references(case, self.space.dtype)
             return self._judges[shape.chunk]
 
     def _prove(self, tile: Tile) -> str:
