@@ -11,7 +11,7 @@ import math
 import os
 import sys
 from dataclasses import field
-from importlib import metadata, resources
+from importlib import resources
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +19,7 @@ from analyzers.backends import Backend
 from analyzers.documents import document, read_document, to_json, write_document
 from analyzers.errors import InputError
 from codegen.family import Launch, Spec, Tile, backend_sha256, digest, spec_sha256, template_sha256
-from codegen.tuning.space import ITEM_BYTES, Space, clipped
+from codegen.tuning.space import ITEM_BYTES, Space, clipped, triton_version
 
 
 @document
@@ -146,7 +146,7 @@ def nearest(
     older ones, and the user's own before a shipped one. A record with a launch that the backend
     cannot hold at these widths, or that this version of Triton is known to get wrong, serves none.
     """
-    triton = triton or metadata.version("triton")
+    triton = triton or triton_version()
     space = Space(
         spec=spec,
         backend=backend,

@@ -7,12 +7,23 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib import metadata
 
 from analyzers.backends import Backend, TritonTarget
 from codegen.family import Launch, Spec, Tile, power_of_two
 
 BLOCKS = (16, 32, 64, 128, 256)
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def triton_version() -> str:
+    """Of the installed compiler."""
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:  # another distribution of it
+        import triton
+
+        return triton.__version__
 
 
 @dataclass(frozen=True, kw_only=True)

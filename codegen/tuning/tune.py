@@ -6,7 +6,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 from analyzers.backends import Backend
@@ -14,7 +13,7 @@ from analyzers.errors import InputError
 from codegen.family import Spec, find_spec
 from codegen.schema import OperatorMap
 from codegen.tuning.records import Record, content_of, known_records, recall, save
-from codegen.tuning.space import Space
+from codegen.tuning.space import Space, triton_version
 
 TOKENS = 8192
 
@@ -78,7 +77,7 @@ def tune(
     from codegen.tuning.search import search
 
     device, name = device_here(backend)
-    triton = metadata.version("triton")
+    triton = triton_version()
     dtype = dtype or backend.training_dtype
     content = content_of(spec, backend, triton, name)
     programs = [workload.programs for workload in workloads]

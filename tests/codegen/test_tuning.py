@@ -40,7 +40,7 @@ from codegen.tuning.records import (
 from codegen.tuning.search import search
 from codegen.tuning.space import Space, describe
 from codegen.tuning.timing import Recorded, median, sample
-from codegen.tuning.tune import device_here
+from codegen.tuning.tune import device_here, summary, tune
 
 KERNELS = ("_prepare", "_recur", "_reverse", "_gradients")
 H200 = load_backend("h200")
@@ -604,6 +604,30 @@ def test_without_the_device_the_error_says_what_to_do():
         device_here(H200)
     with pytest.raises(InputError, match="nothing to tune"):
         device_here(load_backend("ascend-910c"))
+
+
+def test_what_was_found_is_kept_and_serves_every_length(monkeypatch):
+    monkeypatch.setattr("codegen.tuning.tune.device_here", lambda backend: ("interpreter", "a CPU"))
+    monkeypatch.setattr("codegen.tuning.bench.CASES", ("usual",))
+    monkeypatch.setattr("codegen.tuning.bench.MEASURE_MILLISECONDS", 1)
+    spec = load_specs()["gated_delta_rule"]
+
+    def asked(tokens, heads=1):
+        one = Workload(batch=1, tokens=tokens, heads=heads, value_heads=heads)
+        return tune(spec, H200, 16, 16, [one], dtype="float32", minutes=0)
+
+    first = asked(tokens=17)
+    assert first.path is not None
+    assert read_document(Record, first.path) == first.record
+    assert first.record.tried == 1
+    assert "1 candidates, 0 refused" in summary(first)[-1]
+    monkeypatch.setattr("codegen.tuning.search.search", lambda *_, **__: pytest.fail("searched"))
+    again = asked(tokens=4096)
+    assert again.path is None
+    assert again.record == first.record
+    assert "found before" in summary(again)[-1]
+    with pytest.raises(pytest.fail.Exception):
+        asked(tokens=17, heads=64)
 
 
 def test_the_plain_command_lists_records_and_names_its_faults(capsys):
