@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -12,11 +13,12 @@ import torch
 from codegen.build import subject_of
 from codegen.family import load_specs
 from codegen.load import import_file
+from codegen.render import FLOORS
 from codegen.schema import Gate
-from codegen.verify.cases import Shape, all_cases
-from codegen.verify.judge import Judge
+from codegen.verify.cases import Case, Shape, all_cases, make_inputs, run
+from codegen.verify.judge import Judge, errors_of
 from codegen.verify.processes import environment
-from tests.codegen.kernel_samples import write_kernel
+from tests.codegen.kernel_samples import load, write_kernel
 
 LINEAR = [n for n, spec in load_specs().items() if spec.family == "linear_attention"]
 
@@ -84,3 +86,36 @@ def gates_of(folder: Path, subjects: list, cases: list[tuple[str, ...]]) -> list
         reference = import_file(one.reference, "kernel_reference")
         judged.append(Judge(reference, shape, chosen).gates(results, "interpreter"))
     return judged
+
+
+def assert_as_exact(one, case: Case, dtype: str, device: str = "cpu") -> None:
+    """The kernel against its reference in float64, in this process, with the gates' limits."""
+    inputs = on(device, make_inputs(case, Shape(**one.shape), getattr(torch, dtype)))
+    exact = {
+        n: x.double() if x is not None and x.is_floating_point() else x for n, x in inputs.items()
+    }
+    kernel, reference = function_of(one), function_of(one, "reference")
+    got = run(kernel, case, inputs)
+    want = run(reference, case, exact, kernel=False)
+    same = run(reference, case, inputs, kernel=False)
+    floor = FLOORS[dtype]
+    for name, value in want.items():
+        kind = case.kind(name)
+        whole, worst = errors_of(got[name], value, kind)
+        torch_has = errors_of(same[name], value, kind)
+        assert whole <= max(2 * torch_has[0], floor), name
+        assert worst <= max(4 * torch_has[1], 2 * floor), f"worst row of {name}"
+
+
+def on(device: str, inputs: dict) -> dict:
+    return {n: None if x is None else x.to(device) for n, x in inputs.items()}
+
+
+@functools.cache
+def _imported(path: Path):
+    return load(path)
+
+
+def function_of(one, which: str = "module"):
+    """The operator's function in the subject's `module` or `reference`."""
+    return getattr(_imported(getattr(one, which)), Shape(**one.shape).function)
