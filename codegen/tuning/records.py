@@ -197,18 +197,18 @@ Rows = list[tuple[int | None, Launch]]
 def launch_rows(record: Record) -> dict[str, Rows]:
     """What a kernel of the rendered module picks its launch from, by the number of programs.
 
-    Between two classes the limit is their geometric mean.
+    Between two classes the limit is their geometric mean; of two lengths the longer one counts.
     """
-    classes = sorted(record.classes, key=lambda c: (c.programs, -c.tokens))
+    longest = {c.programs: c for c in sorted(record.classes, key=lambda c: c.tokens)}
+    classes = [longest[programs] for programs in sorted(longest)]
     rows: dict[str, Rows] = {}
     for kernel in classes[0].launches:
         mine: Rows = []
         for c, above in zip(classes, [*classes[1:], None], strict=True):
-            most = None if above is None else math.isqrt(c.programs * above.programs)
             if mine and mine[-1][1] == c.launches[kernel]:
                 mine.pop()
-            if not mine or most != mine[-1][0]:
-                mine.append((most, c.launches[kernel]))
+            most = None if above is None else math.isqrt(c.programs * above.programs)
+            mine.append((most, c.launches[kernel]))
         rows[kernel] = mine
     return rows
 

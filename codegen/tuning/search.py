@@ -85,6 +85,7 @@ class Search:
         self._attempt_all(singles)
         best = [self._assemble(base, n) for n in range(len(self.bench.workloads))]
         self.attempt(best)
+        self._retime([base, *best])
         return [[tile if self.is_faster(tile, base, n) else base for n, tile in enumerate(best)]]
 
     def _attempt_all(self, tiles: list[Tile]) -> list[Tile]:
@@ -112,6 +113,13 @@ class Search:
                 self.tiles.append(tile)
         if new:
             self._say()
+
+    def _retime(self, tiles: list[Tile]) -> None:
+        """What is compared in the end is measured side by side: a device's clock drifts."""
+        sound = list({describe(t): t for t in tiles if describe(t) in self.measured}.values())
+        for tile, result in zip(sound, self.bench.time(sound), strict=True):
+            if not isinstance(result, str):
+                self.measured[describe(tile)] = result
 
     def _known(self, tile: Tile) -> bool:
         return describe(tile) in self.measured or describe(tile) in self.refused

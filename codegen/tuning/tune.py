@@ -16,6 +16,8 @@ from codegen.tuning.records import Record, content_of, known_records, recall, sa
 from codegen.tuning.space import Space, triton_version
 
 TOKENS = 8192
+MOST_CLASSES = 4
+"""A kernel's launches stand on one line of the rendered module."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,9 @@ def tune(
     from codegen.tuning.bench import Bench
     from codegen.tuning.search import search
 
+    if len({workload.programs for workload in workloads}) > MOST_CLASSES:
+        fault = f"more than {MOST_CLASSES} different numbers of heads times sequences"
+        raise InputError("workloads", fault=fault, fix="leave some out: the nearest one serves")
     device, name = device_here(backend)
     triton = triton_version()
     dtype = dtype or backend.training_dtype
