@@ -75,11 +75,13 @@ class Search:
 
     def _tune(self, base: Tile) -> list[list[Tile]]:
         """The fastest tile for each workload with the chunk and strategy of `base`."""
+        candidates = list(itertools.islice(self.bench.space.candidates(base), self.limit))
         self.attempt([base])
-        if describe(base) in self.refused:
+        mixed = self._attempt_all(candidates)
+        passed = [t for t in (base, *candidates) if describe(t) in self.measured]
+        if not passed:
             return []
-        candidates = itertools.islice(self.bench.space.candidates(base), self.limit)
-        mixed = self._attempt_all(list(candidates))
+        base = passed[0]
         # A candidate that was refused may hold good launches beside the bad one.
         singles = [x for tile in mixed for x in one_at_a_time(base, tile)]
         self._attempt_all(singles)

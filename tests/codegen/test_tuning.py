@@ -296,6 +296,17 @@ def test_a_slower_or_hardly_faster_winner_leaves_the_familys_own_tile():
     assert made.classes[0].launches == own.launches
 
 
+def test_where_the_familys_own_tile_fails_the_nearest_that_passes_takes_its_place():
+    (own, *_) = space().bases()
+    bad = ("_recur", own.launches["_recur"])
+    device = Device(space(), wrong=[bad])
+    made = search(device, "a device", limit=100)
+    assert made.classes[0].launches["_recur"] != bad[1]
+    for kernel, x in made.classes[0].launches.items():
+        assert device.cost(kernel, x, LONG) == fastest(device, LONG)[kernel]
+    assert made.classes[0].default_milliseconds["step"] > made.classes[0].milliseconds["step"]
+
+
 def test_a_search_out_of_time_keeps_what_it_has():
     device = Device(space())
     made = search(device, "a device", deadline=time.monotonic())
