@@ -72,7 +72,8 @@ class Case:
     dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
     """The case makes sense in these."""
     compiled: bool = False
-    """Its launches are what is compiled for devices that are not here."""
+    """Its launches, by every row of the module's table, are compiled for devices that are not here
+    and run on the one that is."""
     strided: bool = False
     """The inputs are views of larger tensors with other strides."""
     split_at: int | None = None

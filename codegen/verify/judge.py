@@ -77,12 +77,16 @@ class Judge:
         gates = []
         for dtype in dict.fromkeys(dtype for dtype, _ in results):
             ran = {n: r for (d, n), r in results.items() if d == dtype and n != "opcheck"}
-            for name in ran:
+            for name, result in list(ran.items()):
                 case = self.cases[name]
                 if case.relation is None:
-                    gates.append(self.accuracy(case, dtype, ran[name], ran_on))
+                    gates.append(self.accuracy(case, dtype, result, ran_on))
                 elif case.relation.to in ran:
                     gates.append(self.related(case, dtype, ran, ran_on))
+                for row, other in enumerate(result.get("launches", []), 2):
+                    title = f"{name}, launches {row}"
+                    gates.append(self.accuracy(case, dtype, other, ran_on, title))
+                    ran[title] = other
             if ran:
                 gates.append(self.same_twice(ran, dtype, ran_on))
                 gates.append(self.own_memory(ran, dtype, ran_on))
@@ -92,8 +96,11 @@ class Judge:
                 gates.append(Gate(name="opcheck", passed=not fault, ran_on=ran_on, detail=detail))
         return gates
 
-    def accuracy(self, case: Case, dtype: str, ran: dict, ran_on: str) -> Gate:
-        name = f"accuracy, {dtype}: {case.name}"
+    def accuracy(
+        self, case: Case, dtype: str, ran: dict, ran_on: str, title: str | None = None
+    ) -> Gate:
+        """What ran against float64; `title` names it where it is not the case alone."""
+        name = f"accuracy, {dtype}: {title or case.name}"
         if "error" in ran:
             return Gate(name=name, passed=False, ran_on=ran_on, detail=ran["error"])
         exact, same = self.references(case, dtype)

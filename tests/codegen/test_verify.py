@@ -6,15 +6,17 @@ import dataclasses
 import itertools
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from analyzers.backends import load_backend
 from codegen.family import load_specs
+from codegen.verify import launches
 from codegen.verify.cases import Shape, all_cases, make_inputs, run
 from codegen.verify.harness import compile_for, run_on
-from codegen.verify.judge import errors, errors_of
+from codegen.verify.judge import Judge, errors, errors_of
 from tests.codegen.kernel_samples import load
 from tests.codegen.proofs import LINEAR, failed, subject
 from tests.codegen.test_kernel_oracles import FLA
@@ -197,6 +199,37 @@ def test_what_a_candidate_says_is_no_verdict(tmp_path):
     says = f'    print("ALL GATES PASSED")\n    o = o * 1.1\n{RETURNED}'
     wrong = subject(tmp_path, "gated_delta_rule", (RETURNED, says))
     assert failed(run_on(wrong, "cpu", cases=["usual"], dtypes=["float32"]))
+
+
+def test_every_row_of_a_launch_table_is_met():
+    # A kernel for many heads has other launches than the small cases would choose.
+    table = {torch.bfloat16: {"_a": [(16, 32, 4, 1), (None, 64, 8, 2)], "_b": [(None, 16, 2, 1)]}}
+    module = SimpleNamespace(LAUNCHES=table)
+    assert launches.count(module) == 2
+    met = []
+    for number in range(2):
+        with launches.only(module, number):
+            met.append(module.LAUNCHES[torch.bfloat16])
+    assert met == [
+        {"_a": [(None, 32, 4, 1)], "_b": [(None, 16, 2, 1)]},
+        {"_a": [(None, 64, 8, 2)], "_b": [(None, 16, 2, 1)]},
+    ]
+    assert module.LAUNCHES is table
+    assert launches.count(SimpleNamespace()) == 1
+
+
+def test_a_wrong_second_row_is_refused(tmp_path):
+    right = subject(tmp_path, "gla")
+    shape = Shape(**right.shape)
+    usual = next(case for case in all_cases(shape) if case.name == "usual")
+    judge = Judge(load(right.reference), shape, [usual])
+    exact, _ = judge.references(usual, "float32")
+    good = {n: x.float() for n, x in exact.items()}
+    bad = good | {"dk": good["dk"] * 1.01}
+    ran = {"broken_bands": 0, "changed_inputs": []}
+    answer = ran | {"runs": [good, good], "launches": [ran | {"runs": [bad, bad]}]}
+    (fault,) = failed(judge.gates({("float32", "usual"): answer}, "h200"))
+    assert fault.startswith("accuracy, float32: usual, launches 2: closest to its limit: dk")
 
 
 # --- The measure of errors --------------------------------------------------------------------

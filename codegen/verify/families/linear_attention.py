@@ -146,6 +146,7 @@ def cases(shape: Shape) -> list[Case]:
         batch=2,
         heads=2,
         value_heads=4,
+        compiled=True,
     )
     # Every length that is hostile to a chunk or to its blocks of 16 tokens.
     hostile = sorted({1, 15, 16, 17, C - 1, C, C + 1})
