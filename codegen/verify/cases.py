@@ -203,7 +203,7 @@ def run(function, case: Case, inputs: Tensors, kernel: bool = True) -> dict[str,
         second = part(case.split_at, None) | {given: first[got]}
         outputs = case.call(function, second, kernel)
         for name, kind in case.OUTPUTS.items():
-            if kind == "token":
+            if kind == "token" and name in outputs:
                 outputs[name] = torch.cat([first[name], outputs[name]], 1)
     above = {n: d for n in outputs if (d := inputs.get(f"d{n}")) is not None}
     grads = torch.autograd.grad(

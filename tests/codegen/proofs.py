@@ -53,7 +53,8 @@ DIED = "the process died"
 EVERY = """
 import os, sys
 from codegen.verify.candidate import main
-for n in range(1, len(sys.argv), 2):
+main(*sys.argv[1:3])  # what is imported on first use is imported once
+for n in range(3, len(sys.argv), 2):
     child = os.fork()
     if not child:
         main(*sys.argv[n : n + 2])
@@ -64,7 +65,8 @@ for n in range(1, len(sys.argv), 2):
 
 def gates_of(folder: Path, subjects: list, cases: list[tuple[str, ...]]) -> list[list[Gate]]:
     """The gates of each subject's cases in float32, from forks of one interpreter: to start one
-    takes longer than to run a few cases. A wrong kernel may ruin its process."""
+    takes longer than to run a few cases. A wrong kernel may ruin its process; the first one runs in
+    the interpreter itself and must be right."""
     requests = []
     for n, (one, names) in enumerate(zip(subjects, cases, strict=True)):
         answers = folder / f"answers{n}"

@@ -152,16 +152,16 @@ def judged(tmp_path_factory) -> dict[str, list[Gate]]:
     right: dict = {}
     for m in MUTATIONS:
         right.setdefault((m.member, m.widths), {}).update(dict.fromkeys(m.cases))
-    names = [m.name for m in MUTATIONS] + list(right)
+    names = [*right, *(m.name for m in MUTATIONS)]
     subjects = [
-        subject(folder / f"wrong{n}", m.member, *m.changes, widths=m.widths)
-        for n, m in enumerate(MUTATIONS)
-    ]
-    subjects += [
         subject(folder / f"right{n}", member, widths=widths)
         for n, (member, widths) in enumerate(right)
     ]
-    cases = [m.cases for m in MUTATIONS] + [tuple(c) for c in right.values()]
+    subjects += [
+        subject(folder / f"wrong{n}", m.member, *m.changes, widths=m.widths)
+        for n, m in enumerate(MUTATIONS)
+    ]
+    cases = [*(tuple(c) for c in right.values()), *(m.cases for m in MUTATIONS)]
     return dict(zip(names, gates_of(folder, subjects, cases), strict=True))
 
 

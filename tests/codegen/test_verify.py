@@ -71,7 +71,10 @@ AGREED = [
 def as_ours(member: str):
     """The naive function of flash-linear-attention, called as our reference is."""
 
-    def function(q, k, v, *gates, initial_state, use_qk_l2norm_in_kernel, cu_seqlens, **constant):
+    def function(
+        q, k, v, *gates, initial_state, use_qk_l2norm_in_kernel, cu_seqlens, scale, **constant
+    ):
+        assert scale is None
         names = load_specs()[member].inputs
         group = v.shape[2] // q.shape[2]
         if use_qk_l2norm_in_kernel:
