@@ -11,7 +11,7 @@ from analyzers.backends import Backend
 from analyzers.documents import read_document, write_document, write_text
 from analyzers.errors import ProofError
 from analyzers.schema import ModelAnalysis
-from codegen.family import Spec, find_spec
+from codegen.family import Member, Spec, find_spec
 from codegen.render import GENERATOR, Rendered, render
 from codegen.schema import Kernel, KernelSet, OperatorChoice, OperatorMap
 from codegen.tuning.records import Record, known_records, nearest, record_name
@@ -96,7 +96,7 @@ def generate(
     return made_set
 
 
-def _spec(choice: OperatorChoice) -> Spec:
+def _spec(choice: OperatorChoice) -> Member:
     spec = find_spec(choice.operator)
     assert isinstance(spec, Spec), f"{choice.operator} was chosen to be generated"
     return spec
@@ -116,10 +116,9 @@ def _render(
 ) -> Rendered:
     spec = _spec(choice)
     several = Counter(c.operator for c in chosen)[choice.operator] > 1
-    widths = f"{choice.attributes['key_dim']}x{choice.attributes['value_dim']}"
+    record, widths = None, "x".join(str(choice.attributes[n]) for n in spec.rendered_for)
     name = f"{spec.operator}_{widths}" if several else spec.operator
-    record = None
-    if backend.triton is not None:
+    if backend.triton is not None and isinstance(spec, Spec):
         sizes = int(choice.attributes["key_dim"]), int(choice.attributes["value_dim"])
         record = nearest(records, spec, backend, *sizes, backend.training_dtype)
     return render(spec, backend, choice.attributes, name=name, record=record)
@@ -136,7 +135,7 @@ def _remove_stale(folder: Path, wanted: set[str]) -> None:
         manifest.unlink()
 
 
-def subject_of(rendered: Rendered, spec: Spec, folder: Path):
+def subject_of(rendered: Rendered, spec: Member, folder: Path):
     """What `verify` needs to know of a kernel whose files lie in `folder`."""
     from codegen.verify.harness import Subject
 
@@ -145,8 +144,8 @@ def subject_of(rendered: Rendered, spec: Spec, folder: Path):
         reference=folder / rendered.reference,
         shape={
             "operator": spec.operator,
-            "attributes": {"key_dim": rendered.key_dim, "value_dim": rendered.value_dim},
-            "chunk": rendered.tile.chunk,
+            "attributes": rendered.attributes,
+            "chunk": rendered.chunk,
         },
         dtypes=spec.dtypes,
     )

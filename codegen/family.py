@@ -83,6 +83,11 @@ class Member:
     targets: list[str]
     """Triton targets that the template is written for."""
 
+    @property
+    def rendered_for(self) -> list[str]:
+        """Attributes of the operator that its kernel is rendered for."""
+        raise NotImplementedError
+
     def refusal(self, attributes: dict, backend: Backend) -> str | None:
         """Why an operator of these attributes is not covered there, or None when it is."""
         raise NotImplementedError
@@ -121,6 +126,10 @@ class Spec(Member):
     """`input_precision` of a dot by input dtype, best first; the last one serves every target."""
     cpu_chunk: int
     """Tokens of a chunk in the plain torch form."""
+
+    @property
+    def rendered_for(self) -> list[str]:
+        return ["key_dim", "value_dim"]
 
     @property
     def inputs(self) -> list[str]:

@@ -41,18 +41,21 @@ class LayerSpec(Member):
         target = backend.triton.backend if backend.triton else "none"
         return self.tiles.get(target, self.tiles["default"])
 
+    @property
+    def rendered_for(self) -> list[str]:
+        return list(self.limits)
+
     def attributes(self, given: dict) -> dict[str, int]:
-        """What the kernel is rendered for, of an operator's attributes."""
         return {name: int(given[name]) for name in self.limits}
 
-    def values(self, attributes: dict[str, int], tile: dict[str, RowTile]) -> dict:
-        """What the templates read besides what those of every family do."""
-        return {
-            **attributes,
-            "arrays": ARRAYS,
-            "tiles": tile,
-            "dtypes": ", ".join(f"torch.{name}" for name in self.dtypes),
-        }
+    def chunk(self, tiles: dict[str, RowTile]) -> int:
+        """Tokens of a program where rows have `block` channels."""
+        return max(max(1, t.elements // t.block) * t.steps for t in tiles.values())
+
+    def values(self, tiles: dict[str, RowTile]) -> dict:
+        """What the templates read besides the attributes and what those of every family do."""
+        dtypes = ", ".join(f"torch.{name}" for name in self.dtypes)
+        return {"arrays": ARRAYS, "tiles": tiles, "dtypes": dtypes}
 
     def refusal(self, attributes: dict, backend: Backend) -> str | None:
         for name, (low, high) in self.limits.items():
