@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,7 +97,7 @@ def generate(
 
 def _spec(choice: OperatorChoice) -> Member:
     spec = find_spec(choice.operator)
-    assert isinstance(spec, Spec), f"{choice.operator} was chosen to be generated"
+    assert spec is not None, f"{choice.operator} was chosen to be generated"
     return spec
 
 
@@ -115,9 +114,14 @@ def _render(
     records: list[Record],
 ) -> Rendered:
     spec = _spec(choice)
-    several = Counter(c.operator for c in chosen)[choice.operator] > 1
-    record, widths = None, "x".join(str(choice.attributes[n]) for n in spec.rendered_for)
-    name = f"{spec.operator}_{widths}" if several else spec.operator
+
+    def shape_of(choice: OperatorChoice) -> str:
+        return "x".join(str(choice.attributes[n]) for n in spec.rendered_for)
+
+    # Places that need the same file share it.
+    shapes = {shape_of(c) for c in chosen if _spec(c) is spec}
+    name = f"{spec.operator}_{shape_of(choice)}" if len(shapes) > 1 else spec.operator
+    record = None
     if backend.triton is not None and isinstance(spec, Spec):
         sizes = int(choice.attributes["key_dim"]), int(choice.attributes["value_dim"])
         record = nearest(records, spec, backend, *sizes, backend.training_dtype)

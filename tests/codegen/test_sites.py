@@ -82,7 +82,7 @@ def kernels_of(tmp_path_factory):
         one = loaded(function, site)
         return LoadedKernel(kernel=_named(one.kernel, operator, attributes), function=one.function)
 
-    def kernels(at: MixerSite, *, around: bool = False) -> list[LoadedKernel]:
+    def kernels(at: MixerSite, *, around: bool = True) -> list[LoadedKernel]:
         mixer = next(m for m in mixers_of(at) if m.site is not None)
         shape = {n: int(mixer.attributes[n]) for n in ("key_dim", "value_dim")}
         made = [kernel(at.operator, mixer.site, **shape)]
@@ -302,7 +302,7 @@ def numbered() -> torch.Tensor:
 
 
 @members
-@pytest.mark.parametrize("around", [False], ids=["attention"])
+@pytest.mark.parametrize("around", [True, False], ids=["all", "attention"])
 def test_packed_documents_do_not_meet_in_a_mixer(at, around, kernels_of):
     # Where only the linear attention has a kernel, transformers' convolution alone would let a
     # document see the last tokens of the one before.
