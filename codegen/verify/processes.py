@@ -10,7 +10,6 @@ import tempfile
 import time
 from pathlib import Path
 
-
 START_SECONDS = 90
 """Longest wait for the first sign, while the process imports what it needs."""
 
@@ -28,8 +27,8 @@ def environment(interpret: bool) -> dict[str, str]:
 def run_alone(command: list[str], interpret: bool, answers: Path, seconds: float) -> str:
     """Runs a command in a process group of its own; says what went wrong, or nothing.
 
-    It has `seconds` for each change in the folder `answers` after the first one. The whole group is killed at the end:
-    a compiler that hangs is a grandchild.
+    It has `seconds` for each change in the folder `answers` after the first one. The whole group is
+    killed at the end: a compiler that hangs is a grandchild.
     """
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
