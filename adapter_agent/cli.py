@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 StageName = Literal["analyze", "map", "generate", "plan", "review", "validate", "train", "report"]
 
+Prefer = Literal["generated", "existing"]
+
 WAITING = 5
 """Exit status of a run that stopped for a reviewer."""
 
@@ -239,6 +241,7 @@ def analyze(
     epilog=_examples(
         f"adapt kernels {_TINY} --backend cpu",
         f"adapt kernels {_TINY} --backend h200 --output kernels-h200 --json",
+        f"adapt kernels {_TINY} --backend h200 --tune",
     )
 )
 def kernels(
@@ -247,6 +250,24 @@ def kernels(
     output: Annotated[
         Path | None, typer.Option(help="Folder of the package; kernels-<backend> by default.")
     ] = None,
+    prefer: Annotated[
+        Prefer | None,
+        typer.Option(
+            help="Where a generated kernel and an existing one (torch, an installed package) would "
+            "both serve. By default generated where it was measured to be faster on that device."
+        ),
+    ] = None,
+    tune: Annotated[
+        bool,
+        typer.Option(
+            "--tune",
+            help="Search the fastest launches on the device here; kept for later runs. Without it "
+            "the nearest known tuning is used.",
+        ),
+    ] = False,
+    tune_minutes: Annotated[
+        float, typer.Option(min=0.1, help="Longest search for each operator, with --tune.")
+    ] = 10.0,
     trust_remote_code: TrustOpt = False,
     as_json: JsonOpt = False,
     quiet: QuietOpt = False,
@@ -260,19 +281,28 @@ def kernels(
     from analyzers import analyze as analyze_model
     from analyzers.backends import load_backend
     from codegen import generate, map_operators
+    from codegen.tuning.tune import device_here, summary, tune_operators
 
     terminal = t.Terminal(quiet=quiet)
     target = load_backend(backend)
+    if tune:
+        device_here(target)  # before the analysis takes its time
     folder = output or Path(f"kernels-{backend}")
     with t.stdout_kept_clean(), terminal.live():
         check_model(model, trust_remote_code=trust_remote_code)
         found = analyze_model(model, trust_remote_code=trust_remote_code, progress=terminal)
-        operators = map_operators(found, target)
+        operators = map_operators(found, target, prefer=prefer)
+        tuned = []
+        if tune:
+            tuned = tune_operators(operators, target, minutes=tune_minutes, progress=terminal)
+            for line in (line for each in tuned for line in summary(each)):
+                terminal.settle(line)
         made = generate(found, operators, target, folder, progress=terminal)
     if as_json:
         _print_json_of(made)
     else:
-        t.show(t.picture_of_operators(operators), t.picture_of_kernels(made), f"in {folder}")
+        parts = [t.picture_of_operators(operators), t.picture_of_kernels(made), f"in {folder}"]
+        t.show(*([t.picture_of_tuning(tuned)] if tuned else []), *parts)
 
 
 @app.command(

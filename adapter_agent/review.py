@@ -177,6 +177,7 @@ def check(run: RunDirectory) -> str:
     from analyzers.schema import ModelAnalysis
     from codegen import generate
     from codegen.schema import KernelSet, OperatorMap
+    from codegen.tuning.records import records_beside
 
     _check_unchanged(run)
     folder = run / "kernels"
@@ -188,7 +189,8 @@ def check(run: RunDirectory) -> str:
         if (folder / ".gates").is_dir():
             # Proofs by content of the kernel: what is generated unchanged is not proved twice.
             shutil.copytree(folder / ".gates", again / ".gates")
-        generate(analysis, operators, load_backend(manifest.backend), again)
+        backend, records = load_backend(manifest.backend), records_beside(folder)
+        generate(analysis, operators, backend, again, records=records)
         made = {p.relative_to(again) for p in files_of(again)}
         kept = {p.relative_to(folder) for p in files_of(folder)}
         if made != kept:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from codegen.schema import KernelSet, OperatorMap
+    from codegen.tuning.tune import Tuned
     from runtime.schema import ValidationReport
     from strategies.cluster import Cluster
     from strategies.schema import Plan
@@ -130,6 +131,26 @@ def picture_of_kernels(kernels: KernelSet) -> RenderableType:
             if gate.measured is not None and gate.tolerance is not None:
                 result += f", {gate.measured:.2g} of {gate.tolerance:.2g}"
             table.add_row("" if i else k.module, gate.name, gate.ran_on, result)
+    return table
+
+
+def picture_of_tuning(tuned: list[Tuned]) -> RenderableType:
+    from codegen.tuning.space import describe_launches
+
+    columns = ("kernel", ">heads x tokens", ">tuned ms", ">before", ">times", "launches")
+    table = _table("Tuning, milliseconds of a training step", *columns)
+    for record in (each.record for each in tuned):
+        for i, c in enumerate(record.classes):
+            was, now = c.default_milliseconds["step"], c.milliseconds["step"]
+            launches = describe_launches(c.launches)
+            table.add_row(
+                "" if i else f"{record.operator} {record.key_dim}x{record.value_dim}",
+                f"{c.programs} x {c.tokens}",
+                f"{now:.3g}",
+                f"{was:.3g}",
+                f"{was / now:.2f}",
+                f"chunk {record.chunk} {record.strategy}, {launches}",
+            )
     return table
 
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from attention.implementations import NAMES, render_ours
 from attention.processes import Worker, Workers, serve
-from attention.report import Report, table
+from attention.report import Report, error_table, table
 from attention.workload import (
     GATES,
     QUICK_SHAPES,
@@ -44,7 +44,6 @@ LAYERS = ["transformers", "ours"]
 LONG = "1x1048576x8"
 UNSEEN = "2x5000x24"
 LAYER = "1x8192x32"
-SMALL_TOKENS = 197  # of the comparison with float64: three full chunks and a tail
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -62,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     report = Report(options)
     with tempfile.TemporaryDirectory(prefix="linear-attention-") as folder:
         Benchmark(options, report, Path(folder)).run()
-    print(table(report.data))
+    print(table(report.data), error_table(report.data), sep="\n\n")
     if any("forward_ms" in row for row in report.data["rows"]):
         from attention.plot import plot
 
@@ -91,6 +90,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--peers", type=listed, default=NAMES, help=f"implementations, of {','.join(NAMES)}")
     add("--gates", type=listed, default=GATES[:2], help=f"of {','.join(GATES)}")
     add("--parts", type=listed, default=PARTS, help=f"of {','.join(PARTS)}")
+    add("--tokens", type=int, default=197, help="of the comparison with float64")
     add("--peer-timeout", type=float, default=300.0, help="seconds for one row")
     add("--warm-up", type=float, default=150.0, help="seconds for compiling autotuned peers first")
     add("--long", default=LONG, help="shape that is compared with pieces that carry the state")
@@ -155,7 +155,10 @@ class Benchmark:
         named = (*self.options.shapes, self.options.long, self.options.unseen)
         for spec in self.specs:
             for shape in {Shape.parse(name).widths: Shape.parse(name) for name in named}.values():
-                render_ours(spec, shape, self.options.backend, self.folder)
+                record = render_ours(spec, shape, self.options.backend, self.folder)
+                self.report.data["kernels"].append(
+                    {"member": spec.operator, "widths": shape.widths, "tuning_sha256": record}
+                )
 
     def start(self, **environment: str) -> Worker:
         return Worker(Path(__file__).resolve(), self.report.log, environment)
@@ -168,7 +171,7 @@ class Benchmark:
             "device": self.options.device,
             "folder": str(self.folder),
             "backend": self.options.backend,
-            "tokens": SMALL_TOKENS,
+            "tokens": self.options.tokens,
             "seconds": 0.1 if self.options.quick else 0.5,
         }
         return shared | fields
@@ -182,7 +185,7 @@ class Benchmark:
 
     def small_workloads(self) -> Iterator[dict]:
         """One for each comparison with float64: they have few tokens."""
-        names = {str(Shape.parse(s).small(SMALL_TOKENS)) for s in self.options.shapes}
+        names = {str(Shape.parse(s).small(self.options.tokens)) for s in self.options.shapes}
         for spec in self.specs:
             for gate in gates_of(spec, self.options.gates):
                 for shape in sorted(names):
@@ -201,7 +204,7 @@ class Benchmark:
 
     def reference(self, load: dict) -> None:
         """Makes the exact results that this workload's implementations are compared with, once."""
-        small = load | {"shape": str(Shape.parse(load["shape"]).small(SMALL_TOKENS))}
+        small = load | {"shape": str(Shape.parse(load["shape"]).small(self.options.tokens))}
         key = tuple(small.values())
         if key not in self.made:
             self.made.add(key)

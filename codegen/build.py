@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,9 +10,10 @@ from analyzers.backends import Backend
 from analyzers.documents import read_document, write_document, write_text
 from analyzers.errors import ProofError
 from analyzers.schema import ModelAnalysis
-from codegen.family import Spec, find_spec
+from codegen.family import Member, Spec, find_spec
 from codegen.render import GENERATOR, Rendered, render
 from codegen.schema import Kernel, KernelSet, OperatorChoice, OperatorMap
+from codegen.tuning.records import Record, known_records, nearest, record_name
 
 MANIFEST = "manifest.json"
 CACHE = ".gates"
@@ -25,29 +25,38 @@ def generate(
     backend: Backend,
     folder: Path,
     *,
+    records: list[Record] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> KernelSet:
     """Writes the kernel package for every operator decided `generated` and proves each kernel.
 
-    A run that was killed can be repeated: proofs already made are kept in `folder/.gates`. Raises
-    ProofError that names the kernel and the gates that failed; the manifest then says so too.
+    Each kernel takes the nearest of the tuning `records`, by default those of the user's cache and
+    the shipped ones; the record lies beside it. A run that was killed can be repeated: proofs
+    already made are kept in `folder/.gates`. Raises ProofError that names the kernel and the gates
+    that failed; the manifest then says so too.
     """
     from codegen.verify.harness import verify
 
     folder = Path(folder)
+    records = known_records() if records is None else records
     chosen = [c for c in operators.operators if c.decision == "generated"]
-    made = [_render(choice, chosen, backend) for choice in chosen]
+    made = [_render(choice, chosen, backend, records) for choice in chosen]
     _remove_stale(folder, {name for rendered in made for name in rendered.files})
     write_text(folder / "__init__.py", f'"""Kernels of {analysis.model_type}; generated."""\n')
     for rendered in made:
-        for name, text in rendered.files.items():
-            if not (folder / name).exists() or (folder / name).read_text("utf-8") != text:
-                write_text(folder / name, text)
+        _write(folder, rendered)
     kernels = []
     for choice, rendered in zip(chosen, made, strict=True):
         spec = _spec(choice)
-        subject = subject_of(rendered, spec, folder)
-        gates = verify(subject, backend, folder / CACHE, progress)
+        gates = verify(subject_of(rendered, spec, folder), backend, folder / CACHE, progress)
+        if rendered.tuning_sha256 and not all(gate.passed for gate in gates):
+            # What is fastest for the nearest shape may be too much for this one.
+            if progress:
+                progress(f"{rendered.module}: its tuned launches fail; the family's own are taken")
+            (folder / record_name(rendered.module)).unlink()
+            rendered = _render(choice, chosen, backend, [])
+            _write(folder, rendered)
+            gates = verify(subject_of(rendered, spec, folder), backend, folder / CACHE, progress)
         text = rendered.files[rendered.module]
         kernels.append(
             Kernel(
@@ -61,7 +70,7 @@ def generate(
                 spec_sha256=rendered.spec_sha256,
                 template_sha256=rendered.template_sha256,
                 backend_sha256=rendered.backend_sha256,
-                tuning_sha256=None,
+                tuning_sha256=rendered.tuning_sha256,
                 triton=spec.triton,
                 command=rendered.command,
                 attributes=choice.attributes,
@@ -86,18 +95,37 @@ def generate(
     return made_set
 
 
-def _spec(choice: OperatorChoice) -> Spec:
+def _spec(choice: OperatorChoice) -> Member:
     spec = find_spec(choice.operator)
     assert spec is not None, f"{choice.operator} was chosen to be generated"
     return spec
 
 
-def _render(choice: OperatorChoice, chosen: list[OperatorChoice], backend: Backend) -> Rendered:
+def _write(folder: Path, rendered: Rendered) -> None:
+    for name, text in rendered.files.items():
+        if not (folder / name).exists() or (folder / name).read_text("utf-8") != text:
+            write_text(folder / name, text)
+
+
+def _render(
+    choice: OperatorChoice,
+    chosen: list[OperatorChoice],
+    backend: Backend,
+    records: list[Record],
+) -> Rendered:
     spec = _spec(choice)
-    several = Counter(c.operator for c in chosen)[choice.operator] > 1
-    widths = f"{choice.attributes['key_dim']}x{choice.attributes['value_dim']}"
-    name = f"{spec.operator}_{widths}" if several else spec.operator
-    return render(spec, backend, choice.attributes, name=name)
+
+    def shape_of(choice: OperatorChoice) -> str:
+        return "x".join(str(choice.attributes[n]) for n in spec.rendered_for)
+
+    # Places that need the same file share it.
+    shapes = {shape_of(c) for c in chosen if _spec(c) is spec}
+    name = f"{spec.operator}_{shape_of(choice)}" if len(shapes) > 1 else spec.operator
+    record = None
+    if backend.triton is not None and isinstance(spec, Spec):
+        sizes = int(choice.attributes["key_dim"]), int(choice.attributes["value_dim"])
+        record = nearest(records, spec, backend, *sizes, backend.training_dtype)
+    return render(spec, backend, choice.attributes, name=name, record=record)
 
 
 def _remove_stale(folder: Path, wanted: set[str]) -> None:
@@ -105,12 +133,13 @@ def _remove_stale(folder: Path, wanted: set[str]) -> None:
     manifest = folder / MANIFEST
     if manifest.exists():
         for kernel in read_document(KernelSet, manifest).kernels:
-            for name in {kernel.module, kernel.reference, kernel.test} - wanted:
+            record = record_name(kernel.module)
+            for name in {kernel.module, kernel.reference, kernel.test, record} - wanted:
                 (folder / name).unlink(missing_ok=True)
         manifest.unlink()
 
 
-def subject_of(rendered: Rendered, spec: Spec, folder: Path):
+def subject_of(rendered: Rendered, spec: Member, folder: Path):
     """What `verify` needs to know of a kernel whose files lie in `folder`."""
     from codegen.verify.harness import Subject
 
@@ -119,8 +148,8 @@ def subject_of(rendered: Rendered, spec: Spec, folder: Path):
         reference=folder / rendered.reference,
         shape={
             "operator": spec.operator,
-            "attributes": {"key_dim": rendered.key_dim, "value_dim": rendered.value_dim},
-            "chunk": rendered.tile.chunk,
+            "attributes": rendered.attributes,
+            "chunk": rendered.chunk,
         },
         dtypes=spec.dtypes,
     )

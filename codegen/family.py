@@ -62,8 +62,8 @@ class Limits:
 
 
 @document
-class Spec:
-    """One operator that a family can generate."""
+class Member:
+    """One operator that a family can generate: what the members of every family declare."""
 
     operator: str
     family: str
@@ -71,6 +71,38 @@ class Spec:
     source: str
     """Paper that defines the operator."""
     function: str
+    aliases: list[str] = field(default_factory=list)
+    """Other names of the same operator."""
+    recurrence: list[str]
+    """The definition, a formula a line."""
+    template: str
+    """Folder under `templates/`."""
+    dtypes: list[str]
+    triton: str
+    """Version range that the kernel is written for."""
+    targets: list[str]
+    """Triton targets that the template is written for."""
+
+    @property
+    def rendered_for(self) -> list[str]:
+        """Attributes of the operator that its kernel is rendered for."""
+        raise NotImplementedError
+
+    def refusal(self, attributes: dict, backend: Backend) -> str | None:
+        """Why an operator of these attributes is not covered there, or None when it is."""
+        raise NotImplementedError
+
+    def refused_target(self, backend: Backend) -> str | None:
+        """Why the kernels are not for that backend's compiler, or None when they are."""
+        if backend.triton and backend.triton.backend not in self.targets:
+            return f"it is written for {' and '.join(self.targets)}, not {backend.triton.backend}"
+        return None
+
+
+@document
+class Spec(Member):
+    """A member of the linear-attention family."""
+
     decay: Literal["none", "constant", "per_head", "per_channel"]
     """Of the state: none, one a head for all tokens (`g_gamma`), or one a token (`g`)."""
     delta: bool
@@ -79,17 +111,7 @@ class Spec:
     """Writing strength of the delta rule; per channel it scales the key that is written."""
     gate_in_kernel: bool = False
     """`g` may be raw: the operator computes the log decay from it, `A_log` and `dt_bias`."""
-    aliases: list[str] = field(default_factory=list)
-    """Other names of the same operator."""
-    recurrence: list[str]
-    template: str
-    """Folder under `templates/`."""
-    dtypes: list[str]
     limits: Limits
-    triton: str
-    """Version range that the kernel is written for."""
-    targets: list[str]
-    """Triton targets that the template is written for."""
     kind: str
     """How a backend's known faults name this kind of kernel."""
     tiles: dict[str, Tile] = field(default_factory=dict)
@@ -104,6 +126,10 @@ class Spec:
     """`input_precision` of a dot by input dtype, best first; the last one serves every target."""
     cpu_chunk: int
     """Tokens of a chunk in the plain torch form."""
+
+    @property
+    def rendered_for(self) -> list[str]:
+        return ["key_dim", "value_dim"]
 
     @property
     def inputs(self) -> list[str]:
@@ -161,8 +187,8 @@ class Spec:
 
     def refusal(self, attributes: dict, backend: Backend) -> str | None:
         """Why an operator of these attributes is not covered there, or None when it is."""
-        if backend.triton and backend.triton.backend not in self.targets:
-            return f"it is written for {' and '.join(self.targets)}, not {backend.triton.backend}"
+        if (fault := self.refused_target(backend)) is not None:
+            return fault
         if attributes.get("gate", self.decay) != self.decay:
             return f"its gate is {attributes['gate']}, the family member has {self.decay}"
         for name in ("key_dim", "value_dim"):
@@ -188,32 +214,41 @@ def digest(*texts: str) -> str:
 
 
 @functools.cache
-def load_specs() -> dict[str, Spec]:
+def load_members() -> dict[str, Member]:
     """Every member of every family, by operator name.
 
     What the members of a family share is said once, in `families/common/FAMILY.yaml`.
     """
     import yaml
 
+    from codegen.layer import FAMILIES
+
     folder = resources.files("codegen") / "families"
-    specs = {}
+    members = {}
     for file in sorted(folder.iterdir(), key=lambda f: f.name):
         if file.name.endswith(".yaml"):
             data = yaml.safe_load(file.read_text(encoding="utf-8"))
             common = folder / "common" / f"{data['family']}.yaml"
-            data = yaml.safe_load(common.read_text(encoding="utf-8")) | data
-            spec = from_data(Spec, data, f"codegen/families/{file.name}")
-            specs[spec.operator] = spec
-    return specs
+            if common.is_file():
+                data = yaml.safe_load(common.read_text(encoding="utf-8")) | data
+            kind = FAMILIES.get(data["family"], Spec)
+            member = from_data(kind, data, f"codegen/families/{file.name}")
+            members[member.operator] = member
+    return members
 
 
-def find_spec(operator: str) -> Spec | None:
+def load_specs() -> dict[str, Spec]:
+    """The members of the linear-attention family, by operator name."""
+    return {n: m for n, m in load_members().items() if isinstance(m, Spec)}
+
+
+def find_spec(operator: str) -> Member | None:
     """The member that generates an operator, by its name or one of its aliases."""
-    named = (s for s in load_specs().values() if operator == s.operator or operator in s.aliases)
+    named = (m for m in load_members().values() if operator in (m.operator, *m.aliases))
     return next(named, None)
 
 
-def spec_sha256(spec: Spec) -> str:
+def spec_sha256(spec: Member) -> str:
     return digest(to_json(spec))
 
 
@@ -221,6 +256,7 @@ def backend_sha256(backend: Backend) -> str:
     return digest(to_json(backend))
 
 
-def template_sha256(spec: Spec) -> str:
-    files = sorted((TEMPLATES / spec.template).iterdir(), key=lambda f: f.name)
+def template_sha256(spec: Member) -> str:
+    folders = (TEMPLATES / spec.template, TEMPLATES / "common")
+    files = [f for folder in folders for f in sorted(folder.iterdir(), key=lambda f: f.name)]
     return digest(*(x for f in files for x in (f.name, f.read_text(encoding="utf-8"))))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-from importlib import metadata
+from dataclasses import dataclass
+from importlib import metadata, resources
+from typing import Literal
 
 from packaging.version import Version
 
@@ -15,22 +18,71 @@ from codegen.schema import Decision, OperatorChoice, OperatorMap
 
 HOPPER = 90
 
-# Operators that flash-linear-attention serves: our name -> its function, and whether its backward
-# needs the guarded kernel (fla-org/flash-linear-attention#640: wrong dk on Hopper).
-FLA = {
-    "kda": ("fla.ops.kda.chunk_kda", False),
-    "gated_delta_rule": ("fla.ops.gated_delta_rule.chunk_gated_delta_rule", True),
+Preference = Literal["generated", "existing"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Library:
+    """A function of an installed package that serves an operator."""
+
+    package: str
+    distributions: tuple[str, ...]
+    function: str
+    callers: tuple[str, ...] = ()
+    """Functions of transformers that call it where it is installed. A model's own code may call it
+    by its own name."""
+    least: str = "0"
+    """First version that is right."""
+    guarded: bool = False
+    """Its backward is wrong on Hopper with Triton from 3.4 to below 3.7.1, and refuses there
+    (fla-org/flash-linear-attention#640: wrong dk)."""
+
+
+def _fla(function: str, *callers: str, least: str = "0", guarded: bool = False) -> Library:
+    return Library(
+        package="fla",
+        distributions=("fla-core", "flash-linear-attention"),
+        function=f"fla.ops.{function}",
+        callers=callers,
+        least=least,
+        guarded=guarded,
+    )
+
+
+LIBRARIES = {
+    "kda": _fla("kda.chunk_kda", "chunk_kimi_delta_attention"),
+    "gated_delta_rule": _fla(
+        "gated_delta_rule.chunk_gated_delta_rule", "torch_chunk_gated_delta_rule", guarded=True
+    ),
+    # Before 0.6.0 its backward has launches that are wrong on Hopper (#984, #988).
+    "delta_rule": _fla("delta_rule.chunk_delta_rule", least="0.6.0"),
+    "gla": _fla("gla.chunk_gla"),
+    "simple_gla": _fla("simple_gla.chunk_simple_gla", guarded=True),
+    "lightning": _fla("lightning_attn.chunk_lightning_attn"),
+    "linear_attention": _fla("linear_attn.chunk_linear_attn"),
+    "mamba2": Library(
+        package="mamba_ssm",
+        distributions=("mamba-ssm",),
+        function="mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined",
+        callers=("mamba2_chunk_scan",),
+    ),
 }
 
 
-def map_operators(analysis: ModelAnalysis, backend: Backend) -> OperatorMap:
+def map_operators(
+    analysis: ModelAnalysis, backend: Backend, *, prefer: Preference | None = None
+) -> OperatorMap:
     """Decides for every operator of the model, in its order: native, existing, generated or
-    unsupported. A proven installed kernel is preferred to a new one."""
-    choices = [_choose(operator, backend) for operator in analysis.operators]
+    unsupported.
+
+    Where both would serve, a generated kernel goes before torch's own code and installed packages
+    when it was measured to be faster there (`measured.yaml`); always or never with `prefer`.
+    """
+    choices = [_choose(operator, backend, prefer) for operator in analysis.operators]
     return OperatorMap(backend=backend.name, operators=choices)
 
 
-def _choose(operator: Operator, backend: Backend) -> OperatorChoice:
+def _choose(operator: Operator, backend: Backend, prefer: Preference | None) -> OperatorChoice:
     def choice(decision: Decision, provider: str, reason: str, evidence: str) -> OperatorChoice:
         return OperatorChoice(
             operator=operator.name,
@@ -44,48 +96,67 @@ def _choose(operator: Operator, backend: Backend) -> OperatorChoice:
         )
 
     answer = ask(operator.name, backend)
+    spec = find_spec(operator.name)
+    refused = spec.refusal(operator.attributes, backend) if spec else ""
+    file = f"codegen/families/{spec.operator}.yaml" if spec else ""
+    faster = measurements().get(backend.name, {}).get(operator.name)
+    enters = operator.site is not None or not answer.native
+    if spec and refused is None and enters:
+        if prefer == "generated":
+            reason = "generated kernels are preferred"
+            return choice("generated", f"codegen:{spec.family}", reason, file)
+        if faster and prefer is None:
+            return choice("generated", f"codegen:{spec.family}", faster, "codegen/measured.yaml")
     if answer.native:
         served = backend.native.get(operator.name, "torch")
         provider = "transformers" if "transformers" in served else "torch"
         return choice("native", provider, f"{backend.title} serves it with {served}", answer.how)
-    refused = ""
-    if operator.name in FLA:
-        fault, evidence = _fla_fault(operator.name, backend)
+    others = ""
+    if (library := LIBRARIES.get(operator.name)) is not None:
+        fault, evidence = _fault(library, operator, backend)
         if not fault:
-            return choice("existing", "fla", f"{FLA[operator.name][0]} covers it", evidence)
-        refused = f"; fla is not used: {fault}"
-    spec = find_spec(operator.name)
-    if spec is not None:
-        fault = spec.refusal(operator.attributes, backend)
-        file = f"codegen/families/{spec.operator}.yaml"
-        if fault is None:
-            reason = f"no native {operator.name} on {backend.title}{refused}"
-            return choice("generated", f"codegen:{spec.family}", reason, file)
-        if operator.site is None:
-            reason = f"the {spec.family} family does not cover it: {fault}{refused}"
-            return choice("unsupported", "none", reason, file)
-        refused += f"; the {spec.family} family does not cover it: {fault}"
+            return choice("existing", library.package, f"{library.function} covers it", evidence)
+        others = f"; {library.package} is not used: {fault}"
+    if spec and refused is None:
+        reason = f"no native {operator.name} on {backend.title}{others}"
+        return choice("generated", f"codegen:{spec.family}", reason, file)
+    if spec:
+        others += f"; the {spec.family} family does not cover it: {refused}"
     if operator.site is not None:
         where = f"{operator.site.module_class} calls {operator.site.function}"
-        reason = f"transformers' own torch code runs on any device{refused}"
+        reason = f"transformers' own torch code runs on any device{others}"
         return choice("native", "transformers", reason, where)
-    reason = f"nothing serves it on {backend.title}{refused}"
-    return choice("unsupported", "none", reason, answer.how)
+    reason = f"nothing serves it on {backend.title}{others}"
+    return choice("unsupported", "none", reason, file or answer.how)
 
 
-def _fla_fault(name: str, backend: Backend) -> tuple[str, str]:
-    """Why flash-linear-attention cannot serve the operator here ('' when it can), and the query."""
-    function, guarded = FLA[name]
-    query = f"importlib.util.find_spec('fla') for {function}"
-    if importlib.util.find_spec("fla") is None:
+@functools.cache
+def measurements() -> dict[str, dict[str, str]]:
+    """By backend and operator: the measurement that the generated kernel is faster there."""
+    import yaml
+
+    return yaml.safe_load((resources.files("codegen") / "measured.yaml").read_text("utf-8"))
+
+
+def _fault(library: Library, operator: Operator, backend: Backend) -> tuple[str, str]:
+    """Why the library cannot serve the operator here ('' when it can), and the query."""
+    query = f"importlib.util.find_spec('{library.package}') for {library.function}"
+    if importlib.util.find_spec(library.package) is None:
         return "it is not installed", query
-    version = _version("fla-core") or _version("flash-linear-attention") or "of unknown version"
-    query = f"fla {version} is installed"
+    known = next(filter(None, map(_version, library.distributions)), None)
+    version = known or "of unknown version"
+    query = f"{library.package} {version} is installed"
     if backend.device_type == "cpu" or backend.triton is None:
         return f"{version} has no kernel for {backend.device_type}", query
+    if known and Version(known) < Version(library.least):
+        return f"{version} is wrong on this hardware before {library.least}", query
+    site = operator.site
+    name = library.function.rpartition(".")[2]
+    if site is not None and site.function not in (*library.callers, name):
+        return f"{site.module_class} does not call {name}", query
     hopper = backend.triton.backend == "cuda" and backend.triton.arch == HOPPER
     triton = _version("triton") or "0"
-    if guarded and hopper and _is_guarded(triton):
+    if library.guarded and hopper and _is_guarded(triton):
         return f"{version} refuses its backward on Hopper with triton {triton} (#640)", query
     return "", query
 

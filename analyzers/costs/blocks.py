@@ -21,6 +21,9 @@ from analyzers.costs.linear_attention import (
 )
 from analyzers.costs.residual import residual_site
 from analyzers.mixers import Mixer
+from analyzers.mixers.mixer import has, whole
+from analyzers.mixers.mixer import site as site_of
+from analyzers.mixers.sites import CONVOLUTION
 from analyzers.schema import PartName, Pass, Work
 from analyzers.structure import Kind
 
@@ -103,12 +106,15 @@ def _elementwise(
     count = sum(p.numel() for p in own.values())
     name = type(module).__name__
     if isinstance(module, nn.Conv1d):
-        yield short_convolution(module, part)
+        parent = kind.module.get_submodule(path.rpartition(".")[0])
+        yield replace(short_convolution(module, part), site=site_of(parent, CONVOLUTION))
     elif (site := residual_site(path, module, part, kind.layers, config)) is not None:
         yield site
     elif set(own) in ({"weight"}, {"weight", "bias"}) and own["weight"].ndim == 1:
         rows = _heads(kind, path, own["weight"].numel())
-        yield norm(name, own["weight"].numel(), part, count, rows=rows)
+        called = norm(name, own["weight"].numel(), part, count, rows=rows)
+        known = name.endswith("RMSNormGated") and has(module, "variance_epsilon")
+        yield replace(called, site=whole(module)) if known else called
     stacked = [p for p in own.values() if p.ndim == 3]
     if part == "shared_experts" and stacked:
         yield stacked_linear(stacked, part)

@@ -44,7 +44,8 @@ def delta_rule(module: Any, config: Any) -> Mixer:
         "conv_kernel_size": convolution(module),
     }
     gate = getattr(module, "forget_gate", None)
-    if (bound := first_of(gate, "lower_bound", "safe_gate_lower_bound")) is not None:
+    bound = first_of(gate, "lower_bound", "safe_gate_lower_bound")
+    if bound is not None and getattr(gate, "safe_gate", True):
         attributes["gate_lower_bound"] = float(bound)
     name = "kda" if per_channel else "gated_delta_net"
     operator = "kda" if per_channel else "gated_delta_rule"

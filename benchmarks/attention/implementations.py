@@ -45,15 +45,22 @@ def build(name: str, spec: Spec, shape: Shape, gate: str, folder: Path) -> Funct
     return _OTHERS[name](spec, shape, gate)
 
 
-def render_ours(spec: Spec, shape: Shape, backend: str, folder: Path) -> None:
-    """Writes the kernel and its reference, as `adapt kernels` does, for the shape's widths."""
+def render_ours(spec: Spec, shape: Shape, backend: str, folder: Path) -> str | None:
+    """Writes the kernel and its reference, as `adapt kernels` does, for the shape's widths; returns
+    the hash of the tuning record that serves it."""
     from analyzers.backends import load_backend
     from codegen.render import render
+    from codegen.tuning.records import known_records, nearest
 
+    device = load_backend(backend)
+    record = None
+    if device.triton is not None:
+        record = nearest(known_records(), spec, device, *shape.widths, device.training_dtype)
     attributes = {"key_dim": shape.key_dim, "value_dim": shape.value_dim}
-    rendered = render(spec, load_backend(backend), attributes, name=_stem(spec, shape))
+    rendered = render(spec, device, attributes, name=_stem(spec, shape), record=record)
     for file, text in rendered.files.items():
         (folder / file).write_text(text, "utf-8")
+    return rendered.tuning_sha256
 
 
 def _stem(spec: Spec, shape: Shape) -> str:

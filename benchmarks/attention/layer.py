@@ -7,20 +7,19 @@ from __future__ import annotations
 import hashlib
 import sys
 import tempfile
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from analyzers.schema import Operator
+    from analyzers.backends import Backend
     from attention.measure import Job
     from attention.workload import Shape
     from codegen import LoadedKernel
+    from codegen.schema import OperatorChoice
 
 HIDDEN = 2304
-NAMES = ["transformers", "ours"]
 
 
 def layer(job: Job) -> dict:
@@ -50,12 +49,15 @@ def warm_up(job: Job) -> None:
 
 def _compare(job: Job, module, file: Path) -> dict:
     from attention.measure import errors, is_wrong
+    from codegen import bind
 
     weights, want = torch.load(file, map_location=job.device.name)
     module.load_state_dict(weights)
-    with _kernels(job, module) if job.implementation == "ours" else nullcontext():
+    kernels = _kernels(job) if job.implementation == "ours" else []
+    row: dict = {"kernels": [loaded.kernel.operator for loaded in kernels]}
+    with bind(module, kernels):
         got = _both(module, *_inputs(job, job.small, job.device.dtype))
-        row: dict = {"errors": errors(got, want)}
+        row["errors"] = errors(got, want)
         wrong = is_wrong(row["errors"], job.device.dtype)
         x, do = _inputs(job, job.shape, job.device.dtype)
 
@@ -136,38 +138,40 @@ def _both(module, x: torch.Tensor, do: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"o": o.detach(), **{f"d{n}": g for n, g in named}}
 
 
-def _kernels(job: Job, module):
-    """Binds a kernel of ours at every place of the layer that one can be bound at."""
+def _kernels(job: Job) -> list[LoadedKernel]:
+    """A kernel of ours for every place of the layer that one can be bound at."""
     from analyzers import analyze
-    from codegen import bind
-    from codegen.family import load_specs
+    from analyzers.backends import load_backend
+    from codegen import map_operators
 
     with tempfile.TemporaryDirectory() as folder:
         config = _config(job.shape)
         config.architectures = ["KimiLinearForCausalLM"]
         config.save_pretrained(folder)
-        operators = analyze(folder).operators
-    wanted = [o for o in operators if o.site is not None and o.name in load_specs()]
-    return bind(module, [_loaded(operator, job) for operator in wanted])
+        analysis = analyze(folder)
+    backend = load_backend(job.backend)
+    choices = map_operators(analysis, backend, prefer="generated").operators
+    generated = [c for c in choices if c.decision == "generated" and c.site is not None]
+    return [_loaded(choice, job.folder, backend) for choice in generated]
 
 
-def _loaded(operator: Operator, job: Job) -> LoadedKernel:
+def _loaded(choice: OperatorChoice, folder: Path, backend: Backend) -> LoadedKernel:
     """The kernel as `adapt kernels` renders it; that it is right is measured here."""
-    from analyzers.backends import load_backend
     from codegen import LoadedKernel
-    from codegen.family import load_specs
+    from codegen.build import _render
+    from codegen.family import find_spec
     from codegen.load import import_file
-    from codegen.render import render
     from codegen.schema import Kernel
+    from codegen.tuning.records import known_records
 
-    spec = load_specs()[operator.name]
-    name = f"layer_{operator.name}"
-    rendered = render(spec, load_backend(job.backend), operator.attributes, name=name)
-    path = job.folder / rendered.module
+    rendered = _render(choice, [choice], backend, known_records())
+    spec = find_spec(choice.operator)
+    assert spec is not None
+    path = folder / rendered.module
     text = rendered.files[rendered.module]
     path.write_text(text, "utf-8")
     kernel = Kernel(
-        operator=operator.name,
+        operator=choice.operator,
         family=spec.family,
         module=rendered.module,
         function=spec.function,
@@ -177,12 +181,14 @@ def _loaded(operator: Operator, job: Job) -> LoadedKernel:
         spec_sha256=rendered.spec_sha256,
         template_sha256=rendered.template_sha256,
         backend_sha256=rendered.backend_sha256,
-        tuning_sha256=None,
+        tuning_sha256=rendered.tuning_sha256,
         triton=spec.triton,
         command=rendered.command,
-        attributes=operator.attributes,
-        site=operator.site,
+        attributes=choice.attributes,
+        site=choice.site,
         gates=[],
         passed=False,
     )
-    return LoadedKernel(kernel=kernel, function=getattr(import_file(path, name), spec.function))
+    return LoadedKernel(
+        kernel=kernel, function=getattr(import_file(path, path.stem), spec.function)
+    )

@@ -11,6 +11,8 @@ import time
 from importlib import metadata
 from pathlib import Path
 
+from attention.workload import Shape
+
 PACKAGES = {
     "torch": "torch",
     "triton": "triton",
@@ -34,6 +36,7 @@ class Report:
             "commit": options.commit or _commit(),
             "machine": _machine(options.device),
             "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
+            "kernels": [],
             "rates": {},
             "notes": [],
             "references": [],
@@ -144,3 +147,31 @@ def table(data: dict) -> str:
         each = [*key, *(found.get(name, "-") for name in names), floors[key]]
         lines.append("| " + " | ".join(each) + " |")
     return "\n".join(lines)
+
+
+def error_table(data: dict) -> str:
+    """Relative errors against float64 as Markdown, whole tensor (worst token): of o, and of the
+    gradient that is farthest off. `recurrence` is the same recurrence in torch, on the same inputs,
+    with results rounded to the same dtype."""
+    rows = [{"implementation": "recurrence", **row} for row in data["references"]] + data["rows"]
+    cells: dict[tuple, dict[str, str]] = {}
+    for row in rows:
+        if found := row.get("errors"):
+            tokens = Shape.parse(row["shape"]).small(data["options"]["tokens"])
+            key = (row["member"], row["gate"], str(tokens))
+            cells.setdefault(key, {}).setdefault(row["implementation"], _errors(found))
+    names = list(dict.fromkeys(name for found in cells.values() for name in found))
+    lines = ["| " + " | ".join(["member", "gate", "shape", *names]) + " |"]
+    lines.append("|" + "---|" * (3 + len(names)))
+    for key, found in cells.items():
+        lines.append("| " + " | ".join([*key, *(found.get(name, "-") for name in names)]) + " |")
+    return "\n".join(lines)
+
+
+def _errors(found: dict[str, list[float]]) -> str:
+    gradients = {name: e for name, e in found.items() if name != "o"}
+    said = {"o": found["o"]}
+    if gradients:
+        name = max(gradients, key=lambda name: gradients[name][0])
+        said[name] = gradients[name]
+    return ", ".join(f"{name} {e[0]:.1e} ({e[-1]:.1e})" for name, e in said.items())

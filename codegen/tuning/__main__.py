@@ -13,7 +13,7 @@ from pathlib import Path
 
 from analyzers.backends import load_backend
 from analyzers.errors import AdaptError, InputError
-from codegen.family import find_spec, load_specs
+from codegen.family import Spec, find_spec, load_specs
 from codegen.tuning.bench import Workload
 from codegen.tuning.records import known_records
 from codegen.tuning.tune import summary, tune
@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def tune_one(operator: str, args: argparse.Namespace) -> None:
     spec = find_spec(operator)
-    if spec is None:
+    if not isinstance(spec, Spec):
         known = ", ".join(load_specs())
         raise InputError("operator", fault=f"'{operator}' is not known", fix=f"one of: {known}")
     tuned = tune(

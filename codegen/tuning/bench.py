@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,9 +23,12 @@ from typing import Any
 from analyzers.documents import write_text
 from codegen.build import subject_of
 from codegen.family import Tile, digest
+from codegen.load import import_file
 from codegen.render import render
 from codegen.tuning.space import Space
+from codegen.verify.cases import Shape, all_cases
 from codegen.verify.harness import Subject, run_on
+from codegen.verify.judge import Judge
 from codegen.verify.processes import environment
 
 # Enough to catch what a launch can get wrong: tails, several documents and heads, hostile gates.
@@ -75,6 +79,8 @@ class Bench:
     """Its type. `interpreter` runs the kernels on the CPU, where times say nothing of a device."""
     jobs: int = field(default_factory=lambda: max(1, min(12, os.cpu_count() or 1)))
     seed: int = field(default_factory=lambda: int.from_bytes(os.urandom(4), "big"))
+    _judges: dict[int, Judge] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def interpreted(self) -> bool:
@@ -95,15 +101,29 @@ class Bench:
         with ThreadPoolExecutor(self.jobs) as pool:
             return list(pool.map(self._prove, tiles))
 
+    def judge(self, subject: Subject) -> Judge:
+        """Of all candidates with that chunk length: what is right is computed once."""
+        shape = Shape(**subject.shape)
+        with self._lock:
+            if shape.chunk not in self._judges:
+                reference = import_file(subject.reference, "kernel_reference")
+                chosen = [case for case in all_cases(shape) if case.name in CASES]
+                judge = self._judges[shape.chunk] = Judge(reference, shape, chosen)
+                for case in chosen:
+                    judge.references(case, self.space.dtype)
+            return self._judges[shape.chunk]
+
     def _prove(self, tile: Tile) -> str:
+        subject = self.write(tile)
         stage, device = ("interpreter", None) if self.interpreted else ("device", self.device)
         gates = run_on(
-            self.write(tile),
+            subject,
             stage,
             device,
             cases=list(CASES),
             dtypes=[self.space.dtype],
             seconds=PROOF_SECONDS,
+            judge=self.judge(subject),
         )
         failed = next((gate for gate in gates if not gate.passed), None)
         if failed is not None:

@@ -6,11 +6,12 @@ user's cache folder under the hash of everything that it depends on.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import sys
 from dataclasses import field
-from importlib import metadata, resources
+from importlib import resources
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +19,7 @@ from analyzers.backends import Backend
 from analyzers.documents import document, read_document, to_json, write_document
 from analyzers.errors import InputError
 from codegen.family import Launch, Spec, Tile, backend_sha256, digest, spec_sha256, template_sha256
-from codegen.tuning.space import ITEM_BYTES, Space, clipped
+from codegen.tuning.space import ITEM_BYTES, Space, clipped, triton_version
 
 
 @document
@@ -98,6 +99,16 @@ def file_name(record: Record, *, shipped: bool = False) -> str:
     return f"{name}.json" if shipped else f"{name}-{record.content[:12]}.json"
 
 
+def record_name(module: str) -> str:
+    """Of the record beside a rendered module."""
+    return f"tuning_{Path(module).stem}.json"
+
+
+def records_beside(folder: Path) -> list[Record]:
+    """Those that the kernels of a set were made with."""
+    return [read_document(Record, path) for path in sorted(folder.glob(record_name("*")))]
+
+
 def save(record: Record, folder: Path | None = None) -> Path:
     """Writes the record to the user's cache folder, or to `folder` under its shipped name."""
     if folder is not None:
@@ -135,7 +146,7 @@ def nearest(
     older ones, and the user's own before a shipped one. A record with a launch that the backend
     cannot hold at these widths, or that this version of Triton is known to get wrong, serves none.
     """
-    triton = triton or metadata.version("triton")
+    triton = triton or triton_version()
     space = Space(
         spec=spec,
         backend=backend,
@@ -161,8 +172,10 @@ def nearest(
             )
         )
 
+    present = functools.cache(functools.partial(content_of, spec, backend))
+
     def order(r: Record):
-        old = r.content != content_of(spec, backend, r.triton, r.device)
+        old = r.content != present(r.triton, r.device)
         return distance(r.key_dim, key_dim), distance(r.value_dim, value_dim), r.dtype != dtype, old
 
     return min(filter(serves, records), key=order, default=None)
@@ -184,18 +197,18 @@ Rows = list[tuple[int | None, Launch]]
 def launch_rows(record: Record) -> dict[str, Rows]:
     """What a kernel of the rendered module picks its launch from, by the number of programs.
 
-    Between two classes the limit is their geometric mean.
+    Between two classes the limit is their geometric mean; of two lengths the longer one counts.
     """
-    classes = sorted(record.classes, key=lambda c: (c.programs, -c.tokens))
+    longest = {c.programs: c for c in sorted(record.classes, key=lambda c: c.tokens)}
+    classes = [longest[programs] for programs in sorted(longest)]
     rows: dict[str, Rows] = {}
     for kernel in classes[0].launches:
         mine: Rows = []
         for c, above in zip(classes, [*classes[1:], None], strict=True):
-            most = None if above is None else math.isqrt(c.programs * above.programs)
             if mine and mine[-1][1] == c.launches[kernel]:
                 mine.pop()
-            if not mine or most != mine[-1][0]:
-                mine.append((most, c.launches[kernel]))
+            most = None if above is None else math.isqrt(c.programs * above.programs)
+            mine.append((most, c.launches[kernel]))
         rows[kernel] = mine
     return rows
 

@@ -5,14 +5,25 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib import metadata
 
 from analyzers.backends import Backend, TritonTarget
 from codegen.family import Launch, Spec, Tile, power_of_two
 
 BLOCKS = (16, 32, 64, 128, 256)
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def triton_version() -> str:
+    """Of the installed compiler."""
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:  # another distribution of it
+        import triton
+
+        return triton.__version__
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +114,9 @@ class Space:
     def bases(self) -> list[Tile]:
         """The family's own tile, then the same launches in other chunk lengths and strategies."""
         own = self.spec.tile(self.backend, self.key_dim)
+        widths = self.key_dim, self.value_dim
+        launches = {k: clipped(self.spec, k, x, *widths) for k, x in own.launches.items()}
+        own = replace(own, launches=launches)
         others = [
             replace(own, chunk=chunk, strategy=strategy)
             for chunk in sorted({own.chunk, *self.spec.chunks})
@@ -163,8 +177,11 @@ def one_at_a_time(base: Tile, tile: Tile) -> list[Tile]:
 
 def describe(tile: Tile) -> str:
     """E.g. `chunk 64 split, prepare 64/4/2, recur 32/4/3` (block/warps/stages)."""
-    launches = ", ".join(
+    return f"chunk {tile.chunk} {tile.strategy}, {describe_launches(tile.launches)}"
+
+
+def describe_launches(launches: Mapping[str, Launch]) -> str:
+    return ", ".join(
         f"{kernel.lstrip('_')} {x.block}/{x.num_warps}/{x.num_stages}"
-        for kernel, x in tile.launches.items()
+        for kernel, x in launches.items()
     )
-    return f"chunk {tile.chunk} {tile.strategy}, {launches}"

@@ -33,15 +33,17 @@ Clock = Callable[[Callable[[], Any], int], list[float]]
 
 
 class Recorded:
-    """Stands in for a kernel: runs its launches and remembers them."""
+    """Stands in for a kernel: runs its launches and, while `remembers`, keeps them."""
 
     def __init__(self, kernel):
         self.kernel = kernel
+        self.remembers = False  # what is kept holds its tensors alive
         self.launches: list[tuple] = []
 
     def __getitem__(self, grid):
         def launch(*args, **options):
-            self.launches.append((grid, args, options))
+            if self.remembers:
+                self.launches.append((grid, args, options))
             return self.kernel[grid](*args, **options)
 
         return launch
@@ -65,16 +67,17 @@ class Recorded:
 
 def device_clock(device: str) -> Clock:
     """Events on the device's stream; its last cache is overwritten before each run."""
+    module = torch.get_device_module(device)
     flush = torch.empty(4 * cache_bytes(device), dtype=torch.int8, device=device)
 
     def measure(call, repeats):
-        marks = [[torch.Event(device, enable_timing=True) for _ in "be"] for _ in range(repeats)]
+        marks = [[module.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
         for begin, end in marks:
             flush.zero_()  # also hides how long the launch takes on the host
             begin.record()
             call()
             end.record()
-        torch.accelerator.synchronize()
+        module.synchronize()
         return [begin.elapsed_time(end) for begin, end in marks]
 
     return measure
@@ -142,9 +145,8 @@ class Candidate:
         function = getattr(self.module, self.shape.function)
         return lambda: run(function, case, inputs)
 
-    def measure(self, workload: dict, clock: Clock) -> dict:
+    def measure(self, step: Callable[[], dict[str, torch.Tensor]], clock: Clock) -> dict:
         """Milliseconds by kernel and of the whole step, bytes, and what came out."""
-        step = self.step(workload)
         once, twice = step(), step()
         result = {
             "outputs": {name: sample(x) for name, x in once.items()},
@@ -153,14 +155,15 @@ class Candidate:
         }
         del once, twice
         for kernel in self.kernels.values():
-            kernel.launches.clear()
+            kernel.remembers = True
         step()
         launched = {name: kernel for name, kernel in self.kernels.items() if kernel.launches}
         result["bytes"] = {name: kernel.bytes() for name, kernel in launched.items()}
         result["kernels"] = {
             name: median(kernel.replay, clock, self.budget) for name, kernel in launched.items()
         }
-        for kernel in launched.values():
+        for kernel in self.kernels.values():
+            kernel.remembers = False
             kernel.launches.clear()
         return result
 
@@ -171,14 +174,17 @@ def main(request_path: str, result_path: str) -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     torch.set_num_threads(1)
     candidate = Candidate(request)
-    for workload in request["workloads"]:
-        candidate.step(workload)()
+    steps = [candidate.step(workload) for workload in request["workloads"]]
+    for step in steps:
+        step()
     device = request["device"]
+    if device != "cpu":
+        torch.get_device_module(device).empty_cache()  # others get ready beside this one
     clock = host_clock if device == "cpu" else device_clock(device)
     print("ready", file=parent, flush=True)
     if not sys.stdin.readline():
         return
-    measured = [candidate.measure(workload, clock) for workload in request["workloads"]]
+    measured = [candidate.measure(step, clock) for step in steps]
     torch.save({"workloads": measured, "cache_bytes": cache_bytes(device)}, result_path)
     print("done", file=parent, flush=True)
 

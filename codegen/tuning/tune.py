@@ -6,16 +6,18 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 from analyzers.backends import Backend
 from analyzers.errors import InputError
-from codegen.family import Spec
+from codegen.family import Spec, find_spec
+from codegen.schema import OperatorMap
 from codegen.tuning.records import Record, content_of, known_records, recall, save
-from codegen.tuning.space import Space
+from codegen.tuning.space import Space, triton_version
 
 TOKENS = 8192
+MOST_CLASSES = 4
+"""A kernel's launches stand on one line of the rendered module."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +78,11 @@ def tune(
     from codegen.tuning.bench import Bench
     from codegen.tuning.search import search
 
+    if len({workload.programs for workload in workloads}) > MOST_CLASSES:
+        fault = f"more than {MOST_CLASSES} different numbers of heads times sequences"
+        raise InputError("workloads", fault=fault, fix="leave some out: the nearest one serves")
     device, name = device_here(backend)
-    triton = metadata.version("triton")
+    triton = triton_version()
     dtype = dtype or backend.training_dtype
     content = content_of(spec, backend, triton, name)
     programs = [workload.programs for workload in workloads]
@@ -99,6 +104,31 @@ def tune(
             options["deadline"] = time.monotonic() + 60 * minutes
         record = search(bench, name, **options)
     return Tuned(record=record, path=save(record, output))
+
+
+def tune_operators(
+    operators: OperatorMap,
+    backend: Backend,
+    *,
+    minutes: float | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> list[Tuned]:
+    """A record for every operator that is to be generated, into the user's cache.
+
+    `minutes` bounds the search of each. Raises as `tune` does.
+    """
+    tuned, seen = [], set()
+    for choice in operators.operators:
+        spec = find_spec(choice.operator)
+        if choice.decision != "generated" or not isinstance(spec, Spec):
+            continue
+        widths = int(choice.attributes["key_dim"]), int(choice.attributes["value_dim"])
+        if (spec.operator, widths) not in seen:
+            seen.add((spec.operator, widths))
+            workloads = usual_workloads(choice.attributes)
+            found = tune(spec, backend, *widths, workloads, minutes=minutes, progress=progress)
+            tuned.append(found)
+    return tuned
 
 
 def usual_workloads(attributes: dict) -> list:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from codegen.family import Spec, load_specs
+from codegen.family import load_members
 
 Kind = Literal["token", "sequence", "whole"]
 """Of a tensor: [B, T, ...], [N, ...] with N = B or the number of packed sequences, or neither."""
@@ -33,8 +33,9 @@ class Shape:
     """Tokens that a program works on at once: hostile lengths lie around it."""
 
     @cached_property
-    def spec(self) -> Spec:
-        return load_specs()[self.operator]
+    def spec(self) -> Any:
+        """The family's own kind of `codegen.family.Member`."""
+        return load_members()[self.operator]
 
     @property
     def function(self) -> str:
@@ -71,7 +72,8 @@ class Case:
     dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
     """The case makes sense in these."""
     compiled: bool = False
-    """Its launches are what is compiled for devices that are not here."""
+    """Its launches, by every row of the module's table, are compiled for devices that are not here
+    and run on the one that is."""
     strided: bool = False
     """The inputs are views of larger tensors with other strides."""
     split_at: int | None = None
@@ -201,7 +203,7 @@ def run(function, case: Case, inputs: Tensors, kernel: bool = True) -> dict[str,
         second = part(case.split_at, None) | {given: first[got]}
         outputs = case.call(function, second, kernel)
         for name, kind in case.OUTPUTS.items():
-            if kind == "token":
+            if kind == "token" and name in outputs:
                 outputs[name] = torch.cat([first[name], outputs[name]], 1)
     above = {n: d for n in outputs if (d := inputs.get(f"d{n}")) is not None}
     grads = torch.autograd.grad(

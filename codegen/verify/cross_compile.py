@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from codegen.load import import_file
+from codegen.verify import launches as rows
 from codegen.verify.cases import Shape, all_cases, make_inputs, run
 
 OPTIONS = ("num_warps", "num_stages")
@@ -78,7 +79,9 @@ def record(module, shape: Shape, dtypes: list[str]) -> list[tuple]:
             setattr(module, name, Recorder(kernel, name, launches))
         for case in cases:
             inputs = make_inputs(case, shape, getattr(torch, dtype))
-            run(getattr(module, shape.function), case, inputs)
+            for row in range(rows.count(module)):
+                with rows.only(module, row):
+                    run(getattr(module, shape.function), case, inputs)
         found += [(dtype, *launch) for launch in launches.values()]
         vars(module).update(kernels)
     return found

@@ -14,12 +14,16 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from analyzers.backends import Backend
 from analyzers.documents import from_data, to_data, write_text
 from codegen.load import import_file
 from codegen.schema import Gate
 from codegen.verify.processes import run_alone
+
+if TYPE_CHECKING:
+    from codegen.verify.judge import Judge
 
 STAGES = ("compile", "interpreter", "cpu", "device")  # the longest first
 CASE_SECONDS = 200
@@ -56,7 +60,7 @@ def verify(subject: Subject, backend: Backend, cache: Path, progress=None) -> li
 
     At most two processes run at a time. A kernel that fails raises nothing: its gates say so.
     """
-    device = _device(backend)
+    device = device_of(backend)
     stages = [stage for stage in STAGES if stage != "device" or device]
     if device and _interpreter_is_broken():
         stages.remove("interpreter")  # the kernels are proved on the device itself
@@ -82,7 +86,7 @@ def verify(subject: Subject, backend: Backend, cache: Path, progress=None) -> li
         return [gate for gates in pool.map(one, stages) for gate in gates]
 
 
-def _device(backend: Backend) -> str | None:
+def device_of(backend: Backend) -> str | None:
     """The accelerator that is here, if it is of the backend's kind."""
     import torch
 
@@ -123,11 +127,13 @@ def run_on(
     cases: list[str] | None = None,
     dtypes: list[str] | None = None,
     seconds: float = CASE_SECONDS,
+    judge: Judge | None = None,
 ) -> list[Gate]:
     """Runs the candidate in another process and judges here what it hands back.
 
     `stage` is `interpreter`, `cpu` or `device` (then `device` names its type); `cases` and `dtypes`
-    pick some by name. A case that says nothing for so many `seconds` is killed, and fails.
+    pick some by name. A case that says nothing for so many `seconds` is killed, and fails. `judge`
+    may be one that knows the answers to these cases already.
     """
     import torch
 
@@ -152,8 +158,9 @@ def run_on(
         "device": device if stage == "device" else "cpu",
     }
     results = _ask(request, work, stage == "interpreter", seconds)
-    reference = import_file(subject.reference, "kernel_reference")
-    return Judge(reference, shape, chosen).gates(results, ran_on)
+    if judge is None:
+        judge = Judge(import_file(subject.reference, "kernel_reference"), shape, chosen)
+    return judge.gates(results, ran_on)
 
 
 def _ask(request: dict, work: list[tuple], interpret: bool, seconds: float) -> dict[tuple, dict]:

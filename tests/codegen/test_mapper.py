@@ -6,13 +6,19 @@ from types import SimpleNamespace
 import pytest
 
 from analyzers.backends import load_backend
+from analyzers.schema import Site
 from codegen import map_operators, mapper
+from codegen.family import find_spec
 from tests.codegen.kernel_samples import operator
 
 
-def choose(backend: str, *operators):
+def choose(backend: str, *operators, prefer=None):
     analysis = SimpleNamespace(operators=list(operators))
-    return map_operators(analysis, load_backend(backend)).operators
+    return map_operators(analysis, load_backend(backend), prefer=prefer).operators
+
+
+def decisions(backend: str, *operators, prefer=None):
+    return [choice.decision for choice in choose(backend, *operators, prefer=prefer)]
 
 
 @pytest.fixture
@@ -27,6 +33,7 @@ def fla(monkeypatch):
     return versions
 
 
+@pytest.mark.parametrize("member", ["kda", "gated_delta_rule"])
 @pytest.mark.parametrize("backend", ["cpu", "h200"])
 def test_linear_attention_is_generated_where_nothing_serves_it(member, backend, monkeypatch):
     monkeypatch.setattr(mapper.importlib.util, "find_spec", lambda name: None)
@@ -84,6 +91,7 @@ def test_a_shape_outside_the_family_falls_back_to_transformers(monkeypatch):
     assert "1024 is outside" in choice.reason
 
 
+@pytest.mark.parametrize("member", ["kda", "gated_delta_rule"])
 def test_a_target_that_the_template_is_not_written_for_is_not_promised(member, monkeypatch):
     monkeypatch.setattr(mapper.importlib.util, "find_spec", lambda name: None)
     (choice,) = choose("ascend-910c", operator(member))
@@ -99,3 +107,67 @@ def test_an_operator_that_nothing_serves_is_unsupported():
 def test_operators_keep_their_order():
     names = ["linear", "kda", "embedding"]
     assert [c.operator for c in choose("cpu", *map(operator, names))] == names
+
+
+# ------------------------------------------------------------------------------------- preferences
+
+
+@pytest.mark.parametrize("name", ["short_convolution", "gated_rms_norm"])
+def test_what_torch_serves_is_generated_where_it_is_preferred_and_can_be_bound(name):
+    site = Site(module_class="Layer", function="forward")
+    here = dataclasses.replace(operator(name, kernel_size=4), site=site)
+    assert decisions("h200", here) == ["native"]
+    assert decisions("h200", here, prefer="generated") == ["generated"]
+    nowhere = dataclasses.replace(here, site=None)
+    assert decisions("h200", nowhere, prefer="generated") == ["native"]
+
+
+def test_a_library_is_kept_or_replaced_as_the_user_says(fla, monkeypatch):
+    assert decisions("h200", operator("kda"), prefer="generated") == ["generated"]
+    found = {"h200": {"kda": "1.6 times as fast as chunk_kda"}}
+    monkeypatch.setattr(mapper, "measurements", lambda: found)
+    assert decisions("h200", operator("kda")) == ["generated"]
+    assert decisions("h200", operator("kda"), prefer="existing") == ["existing"]
+    assert decisions("h100", operator("kda")) == ["existing"]  # measured elsewhere
+
+
+def test_measurements_are_of_backends_and_operators_that_are_known():
+    for backend, operators in mapper.measurements().items():
+        load_backend(backend)
+        for name, sentence in operators.items():
+            assert find_spec(name) is not None
+            assert sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "triton", "decision"),
+    [
+        ("gla", "3.6.0", "existing"),
+        ("simple_gla", "3.6.0", "generated"),  # fla#640, as gated_delta_rule
+        ("simple_gla", "3.7.1", "existing"),
+        ("delta_rule", "3.6.0", "existing"),
+        ("linear_attention", "3.6.0", "existing"),
+    ],
+)
+def test_each_library_function_has_its_own_guard(fla, name, triton, decision):
+    fla["triton"] = triton
+    function = mapper.LIBRARIES[name].function.rpartition(".")[2]
+    site = Site(module_class="Own", function=function)
+    assert decisions("h200", dataclasses.replace(operator(name), site=site)) == [decision]
+
+
+def test_a_version_that_is_known_to_be_wrong_is_refused(fla):
+    # fla#984, fla#988: chunk_delta_rule's backward on Hopper before 0.6.0.
+    fla["fla-core"] = "0.5.1"
+    site = Site(module_class="Own", function="chunk_delta_rule")
+    (choice,) = choose("h200", dataclasses.replace(operator("delta_rule"), site=site))
+    assert choice.decision == "generated"
+    assert "before 0.6.0" in choice.reason
+
+
+def test_a_library_that_the_module_does_not_call_serves_nothing(fla):
+    # MiniMax spells its attention out: with flash-linear-attention installed it is as slow.
+    site = Site(module_class="MiniMaxLightningAttention", function="forward")
+    (choice,) = choose("h200", dataclasses.replace(operator("lightning"), site=site))
+    assert choice.decision == "generated"
+    assert "MiniMaxLightningAttention does not call chunk_lightning_attn" in choice.reason

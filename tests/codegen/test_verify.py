@@ -1,49 +1,117 @@
-"""The harness lets a right kernel pass and stops wrong ones."""
+"""The harness lets right kernels pass, stops wrong ones, and survives what they do to it."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from analyzers.backends import load_backend
-from codegen.build import subject_of
 from codegen.family import load_specs
+from codegen.verify import launches
+from codegen.verify.cases import Shape, all_cases, make_inputs, run
 from codegen.verify.harness import compile_for, run_on
-from codegen.verify.judge import errors
-from tests.codegen.kernel_samples import write_kernel
+from codegen.verify.judge import Judge, errors, errors_of
+from tests.codegen.kernel_samples import load
+from tests.codegen.proofs import LINEAR, failed, subject
+from tests.codegen.test_kernel_oracles import FLA
 
 
-def subject(folder: Path, member: str, change: tuple[str, str] | None = None):
-    rendered = write_kernel(folder, member, 16, 16)
-    if change:
-        path = folder / rendered.module
-        text = path.read_text(encoding="utf-8")
-        assert change[0] in text
-        path.write_text(text.replace(*change), encoding="utf-8")
-    return subject_of(rendered, load_specs()[member], folder)
+@pytest.mark.parametrize("member", LINEAR)
+def test_every_member_passes_on_a_cpu(member, tmp_path):
+    gates = run_on(subject(tmp_path, member, widths=(20, 24)), "cpu", dtypes=["float32"])
+    assert len(gates) > 20
+    assert not failed(gates)
 
 
-def failed(gates) -> list[str]:
-    return [f"{gate.name}: {gate.detail}" for gate in gates if not gate.passed]
-
-
-@pytest.mark.slow
-def test_kernels_pass_every_gate_in_the_interpreter(member, tmp_path):
-    gates = run_on(subject(tmp_path, member), "interpreter")
-    assert len(gates) > 15
+def test_half_precision_passes_on_a_cpu(tmp_path):
+    gates = run_on(subject(tmp_path, "kda"), "cpu", dtypes=["bfloat16"])
     assert not failed(gates)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("member", LINEAR)
+def test_kernels_pass_every_gate_in_the_interpreter(member, tmp_path):
+    gates = run_on(subject(tmp_path, member), "interpreter")
+    assert len(gates) > 20
+    assert not failed(gates)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("member", ["kda", "gated_delta_rule"])
 def test_kernels_of_full_width_fit_the_device(member, tmp_path):
     backend = load_backend("h200")
-    rendered = write_kernel(tmp_path, member, 128, 128, backend="h200")
-    (gate,) = compile_for(subject_of(rendered, load_specs()[member], tmp_path), backend)
+    wide = subject(tmp_path, member, widths=(128, 128), backend="h200")
+    (gate,) = compile_for(wide, backend)
     assert gate.passed, gate.detail
     assert gate.ran_on == "compiler:sm_90"
+
+
+# --- Two references ---------------------------------------------------------------------------
+
+# Their chunked form loses hard resets and strong decays; the recurrent ones keep them.
+CHUNKED = ("simple_gla", "lightning", "mamba2")
+AGREED = [
+    "usual",
+    "grouped value heads in a batch",
+    "packed, few",
+    "one token",
+    "inputs of 1e-3",
+    "no decay, repeated keys",
+    "gates of -8 a step",
+    "hard resets",
+]
+
+
+def as_ours(member: str):
+    """The naive function of flash-linear-attention, called as our reference is."""
+
+    def function(
+        q, k, v, *gates, initial_state, use_qk_l2norm_in_kernel, cu_seqlens, scale, **constant
+    ):
+        assert scale is None
+        names = load_specs()[member].inputs
+        group = v.shape[2] // q.shape[2]
+        if use_qk_l2norm_in_kernel:
+            q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+        q, k = (x.repeat_interleave(group, 2) for x in (q, k))
+        tensors = dict(zip(names, (q, k, v, *gates), strict=True))
+        limits = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+        outputs, states = [], []
+        for n, (begin, end) in enumerate(itertools.pairwise(limits)):
+            state = initial_state if cu_seqlens is None else initial_state[n : n + 1]
+            if begin < end:
+                part = {name: x[:, begin:end] for name, x in tensors.items()}
+                o, state = FLA[member](**part, **constant, initial_state=state)
+                outputs.append(o)
+            states.append(state)
+        return torch.cat(outputs, 1), torch.cat(states)
+
+    return function
+
+
+@pytest.mark.parametrize("member", FLA)
+def test_the_references_agree_with_the_naive_functions_on_the_cases(member, tmp_path):
+    of_kernel = subject(tmp_path, member)
+    reference = load(of_kernel.reference)
+    shape = Shape(**of_kernel.shape)
+    for case in all_cases(shape):
+        if case.name not in AGREED or (member in CHUNKED and case.name in AGREED[-2:]):
+            continue
+        inputs = make_inputs(case, shape, torch.float32)
+        ours = run(getattr(reference, shape.function), case, inputs, kernel=False)
+        theirs = run(as_ours(member), case, inputs, kernel=False)
+        for name, x in ours.items():
+            worst = errors_of(theirs[name].float(), x, case.kind(name))[1]
+            assert worst < 2e-4, f"{case.name}: {name}"
+
+
+# --- What is refused --------------------------------------------------------------------------
 
 
 def test_a_kernel_that_needs_too_much_shared_memory_is_refused(tmp_path):
@@ -56,74 +124,118 @@ def test_a_kernel_that_needs_too_much_shared_memory_is_refused(tmp_path):
 
 
 def test_a_kernel_that_does_not_compile_is_refused(tmp_path):
-    wrong = subject(tmp_path, "gated_delta_rule", ("tl.cumsum(g, 0)", "tl.cumsumm(g, 0)"))
+    wrong = subject(tmp_path, "gated_delta_rule", ("tl.cumsum(", "tl.cumsumm("))
     (gate,) = compile_for(wrong, load_backend("h200"))
     assert not gate.passed
     assert "_prepare" in gate.detail
 
 
-WRONG_KERNELS = {
-    "dropped decay": ("h = h * decay + tl.dot", "h = h + tl.dot"),
-    "wrong mask": (
-        "lower = r[:, None] >= r[None, :]",
-        "lower = r[:, None] >= r[None, :] - 1",
-    ),
-    "off-by-one chunk": (
-        "(chunk - tl.load(first_chunk_ptr + n)) * BT",
-        "(chunk + 1 - tl.load(first_chunk_ptr + n)) * BT",
-    ),
-    "missing tail": ("(self.bounds.diff() + CHUNK - 1) // CHUNK", "self.bounds.diff() // CHUNK"),
-    "store past the sequence": (
-        "mask = (row < end)[:, None] & (col < WIDTH)[None, :]\n    tl.store",
-        "mask = (row < end + 2)[:, None] & (col < WIDTH)[None, :]\n    tl.store",
-    ),
-    "gradient never written": ("    tl.store(dh0_ptr", "    if n < 0:\n        tl.store(dh0_ptr"),
-    "gate gradient by cancellation": (
-        "dg += tl.sum(tl.where(r[:, None] > r[None, :], d_from_row[None, :], 0.0), 1)",
-        "dg += tl.cumsum(d_from_row, 0) - d_from_row",
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", WRONG_KERNELS)
-def test_a_wrong_triton_kernel_is_refused(fault, tmp_path):
-    cases = ["odd length", "gates of -8 a step"]
-    wrong = subject(tmp_path, "gated_delta_rule", WRONG_KERNELS[fault])
-    assert failed(run_on(wrong, "interpreter", cases=cases))
-
-
+RETURNED = "    return o.view(v.shape).to(v.dtype), ht\n"
 WRONG_TORCH = {
-    "dropped decay": ("h = h * decay[here] +", "h = h +"),
-    "future leaks": ("lower = r[:, None] >= r[None, :]", "lower = r[:, None] >= r[None, :] - 1"),
-    "input changed": (
-        "    return o.view(v.shape).to(v.dtype), ht",
-        "    return o.view(v.shape).to(v.dtype), ht + 0 * v.mul_(1.01).sum()",
+    "future leaks": (
+        "lower = (r[:, None] >= r[None, :])",
+        "lower = (r[:, None] >= r[None, :] - 1)",
     ),
-    "not the same twice": (
-        "    return o.view(v.shape).to(v.dtype), ht",
-        "    return o.view(v.shape).to(v.dtype), ht * (1 + 1e-6 * torch.rand(1))",
-    ),
+    "input changed": (RETURNED, RETURNED.replace(", ht", ", ht + 0 * v.mul_(1.01).sum()")),
+    "not the same twice": (RETURNED, RETURNED.replace(", ht", ", ht * (1 + 1e-6 * torch.rand(1))")),
     "reads its own scratch": (
-        "    return o.view(v.shape).to(v.dtype), ht",
-        "    return o.view(v.shape).to(v.dtype) + 0 * torch.empty(1), ht",
+        RETURNED,
+        RETURNED.replace(", ht", " + 0 * torch.empty(1), ht"),
     ),
-    "crashes": ("    group = v.shape[2]", "    raise RuntimeError\n    group = v.shape[2]"),
+    "raises": (RETURNED, "    raise RuntimeError\n" + RETURNED),
 }
+PAST = ("strong gates, gradients until", "strong gates, other values from")
+
+
+def usual_and_past(member: str, folder: Path) -> list[str]:
+    names = [c.name for c in all_cases(Shape(**subject(folder, member).shape))]
+    return ["usual", *(n for n in names if n.startswith(PAST))]
 
 
 @pytest.mark.parametrize("fault", WRONG_TORCH)
 def test_a_wrong_plain_torch_form_is_refused(fault, tmp_path):
-    cases = ["odd length", "future as it is", "future changed"]
+    cases = usual_and_past("kda", tmp_path)
     wrong = subject(tmp_path, "kda", WRONG_TORCH[fault])
-    assert failed(run_on(wrong, "cpu", cases=cases))
+    assert failed(run_on(wrong, "cpu", cases=cases, dtypes=["float32"]))
 
 
-def test_the_unchanged_kernel_passes_what_the_wrong_ones_are_judged_by(tmp_path):
-    cases = ["odd length", "gates of -8 a step"]
-    right = subject(tmp_path / "a", "gated_delta_rule")
-    assert not failed(run_on(right, "interpreter", cases=cases))
-    cases = ["odd length", "future as it is", "future changed"]
-    assert not failed(run_on(subject(tmp_path / "b", "kda"), "cpu", cases=cases))
+def test_the_unchanged_plain_torch_form_passes_what_the_wrong_ones_are_judged_by(tmp_path):
+    cases = usual_and_past("kda", tmp_path)
+    assert len(cases) == 3
+    assert not failed(run_on(subject(tmp_path, "kda"), "cpu", cases=cases, dtypes=["float32"]))
+
+
+# --- The processes ----------------------------------------------------------------------------
+
+DIES = {
+    "killed by SIGSEGV": "import ctypes; ctypes.string_at(0)",
+    "no result after 15 s": "import time; time.sleep(600)",
+    "ended with status 7": "import os; os._exit(7)",
+}
+
+
+@pytest.mark.parametrize("said", DIES)
+def test_a_crash_or_a_hang_costs_one_case_only(said, tmp_path):
+    dies = f"    if q.shape[1] == 1:\n        {DIES[said]}\n{RETURNED}"
+    wrong = subject(tmp_path, "gated_delta_rule", (RETURNED, dies))
+    begin = time.monotonic()
+    gates = run_on(
+        wrong, "cpu", cases=["usual", "one token", "long memory"], dtypes=["float32"], seconds=15
+    )
+    assert time.monotonic() - begin < 120
+    passed = {gate.name: gate.passed for gate in gates}
+    assert passed["accuracy, float32: usual"]
+    assert passed["accuracy, float32: long memory"]
+    assert not passed["accuracy, float32: one token"]
+    (detail,) = (gate.detail for gate in gates if gate.name == "accuracy, float32: one token")
+    assert detail == said
+
+
+def test_a_candidate_that_always_dies_is_not_started_for_ever(tmp_path):
+    wrong = subject(tmp_path, "gated_delta_rule", ("import triton\n", "import triton\nexit(9)\n"))
+    gates = run_on(wrong, "cpu", dtypes=["float32"])
+    assert not any(gate.passed for gate in gates)
+    assert sum("the candidate died 3 times before" in gate.detail for gate in gates) > 10
+
+
+def test_what_a_candidate_says_is_no_verdict(tmp_path):
+    says = f'    print("ALL GATES PASSED")\n    o = o * 1.1\n{RETURNED}'
+    wrong = subject(tmp_path, "gated_delta_rule", (RETURNED, says))
+    assert failed(run_on(wrong, "cpu", cases=["usual"], dtypes=["float32"]))
+
+
+def test_every_row_of_a_launch_table_is_met():
+    # A kernel for many heads has other launches than the small cases would choose.
+    table = {torch.bfloat16: {"_a": [(16, 32, 4, 1), (None, 64, 8, 2)], "_b": [(None, 16, 2, 1)]}}
+    module = SimpleNamespace(LAUNCHES=table)
+    assert launches.count(module) == 2
+    met = []
+    for number in range(2):
+        with launches.only(module, number):
+            met.append(module.LAUNCHES[torch.bfloat16])
+    assert met == [
+        {"_a": [(None, 32, 4, 1)], "_b": [(None, 16, 2, 1)]},
+        {"_a": [(None, 64, 8, 2)], "_b": [(None, 16, 2, 1)]},
+    ]
+    assert module.LAUNCHES is table
+    assert launches.count(SimpleNamespace()) == 1
+
+
+def test_a_wrong_second_row_is_refused(tmp_path):
+    right = subject(tmp_path, "gla")
+    shape = Shape(**right.shape)
+    usual = next(case for case in all_cases(shape) if case.name == "usual")
+    judge = Judge(load(right.reference), shape, [usual])
+    exact, _ = judge.references(usual, "float32")
+    good = {n: x.float() for n, x in exact.items()}
+    bad = good | {"dk": good["dk"] * 1.01}
+    ran = {"broken_bands": 0, "changed_inputs": []}
+    answer = ran | {"runs": [good, good], "launches": [ran | {"runs": [bad, bad]}]}
+    (fault,) = failed(judge.gates({("float32", "usual"): answer}, "h200"))
+    assert fault.startswith("accuracy, float32: usual, launches 2: closest to its limit: dk")
+
+
+# --- The measure of errors --------------------------------------------------------------------
 
 
 def test_one_ruined_token_is_seen():

@@ -1,0 +1,80 @@
+"""Forwards of modules that call no function for their operator, made of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from codegen.sites.kernels import Kernels
+from codegen.sites.packing import document_limits
+
+
+def lightning(module: Any, kernels: Kernels) -> Callable:
+    """The forward of MiniMax's lightning attention, its loop over blocks replaced.
+
+    A single token that continues a cached state takes the module's own way.
+    """
+
+    def forward(
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        cache: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        state = None if cache is None else cache.get_linear_cache(module.layer_idx)
+        if state is not None and hidden_states.shape[1] == 1:
+            return type(module).forward(
+                module, hidden_states, position_embeddings, attention_mask, cache=cache, **kwargs
+            )
+        qkv = module.act_fn(module.qkv_proj(hidden_states))
+        if attention_mask is not None:  # padding writes nothing
+            qkv = (qkv * attention_mask.unsqueeze(-1)).to(qkv.dtype)
+        qkv = qkv.unflatten(-1, (module.num_attention_heads, 3 * module.head_dim))
+        q, k, v = qkv.split(module.head_dim, dim=-1)
+        kernel = kernels.of(key_dim=module.head_dim, value_dim=module.head_dim)
+        o, state = kernel(
+            q,
+            k,
+            v,
+            g_gamma=-module.slope_rate.flatten().float(),
+            scale=1.0,
+            initial_state=state,
+            output_final_state=True,
+            cu_seqlens=document_limits(kwargs),
+        )
+        state = state.to(v.dtype)
+        o = module.norm(o.flatten(2))
+        o = module.out_proj(nn.functional.sigmoid(module.output_gate(hidden_states)) * o)
+        if cache is not None:
+            cache.set_linear_cache(module.layer_idx, state)
+        return o, state
+
+    return forward
+
+
+def gated_rms_norm(module: Any, kernels: Kernels) -> Callable:
+    """The forward of an RMSNorm with a gate: over heads and gated after it in delta rules, over
+    groups of channels and gated before it in Mamba2."""
+    groups, size = getattr(module, "n_groups", 1), getattr(module, "group_size", None)
+    options = {
+        "eps": module.variance_epsilon,
+        "activation": getattr(module, "activation", "silu"),
+        "norm_before_gate": getattr(module, "norm_before_gate", size is None),
+    }
+    kernel = kernels.of()
+
+    def forward(hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        group_size = hidden_states.shape[-1] // groups if size is None else size
+        return kernel(hidden_states, module.weight, gate, group_size=group_size, **options)
+
+    return forward
+
+
+FORWARDS: dict[str, Callable[[Any, Kernels], Callable]] = {
+    "gated_rms_norm": gated_rms_norm,
+    "lightning": lightning,
+}
+"""By the name of the operator."""

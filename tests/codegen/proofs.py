@@ -1,0 +1,123 @@
+"""Kernels, right and wrong, that the tests hand to the harness."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from codegen.build import subject_of
+from codegen.family import load_specs
+from codegen.load import import_file
+from codegen.render import FLOORS
+from codegen.schema import Gate
+from codegen.verify.cases import Case, Shape, all_cases, make_inputs, run
+from codegen.verify.judge import Judge, errors_of
+from codegen.verify.processes import environment
+from tests.codegen.kernel_samples import load, write_kernel
+
+LINEAR = [n for n, spec in load_specs().items() if spec.family == "linear_attention"]
+
+
+def subject(
+    folder: Path,
+    member: str,
+    *changes: tuple[str, str],
+    widths: tuple[int, int] = (16, 16),
+    backend: str = "cpu",
+):
+    """A rendered member whose module is changed: each pair is what to find and to put there."""
+    rendered = write_kernel(folder, member, *widths, backend=backend)
+    path = folder / rendered.module
+    text = path.read_text(encoding="utf-8")
+    for old, new in changes:
+        assert old in text, f"the kernels have no {old!r} any more"
+        text = text.replace(old, new)
+    path.write_text(text, encoding="utf-8")
+    return subject_of(rendered, load_specs()[member], folder)
+
+
+def failed(gates) -> list[str]:
+    return [
+        f"{gate.name}: {gate.detail}, {gate.measured} > {gate.tolerance}"
+        for gate in gates
+        if not gate.passed
+    ]
+
+
+DIED = "the process died"
+EVERY = """
+import os, sys
+from codegen.verify.candidate import main
+main(*sys.argv[1:3])  # what is imported on first use is imported once
+for n in range(3, len(sys.argv), 2):
+    child = os.fork()
+    if not child:
+        main(*sys.argv[n : n + 2])
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+def gates_of(folder: Path, subjects: list, cases: list[tuple[str, ...]]) -> list[list[Gate]]:
+    """The gates of each subject's cases in float32, from forks of one interpreter: to start one
+    takes longer than to run a few cases. A wrong kernel may ruin its process; the first one runs in
+    the interpreter itself and must be right."""
+    requests = []
+    for n, (one, names) in enumerate(zip(subjects, cases, strict=True)):
+        answers = folder / f"answers{n}"
+        answers.mkdir()
+        work = list(enumerate(("float32", name) for name in names))
+        request = {"module": str(one.module), "shape": one.shape, "device": "cpu", "work": work}
+        (folder / f"request{n}.json").write_text(json.dumps(request), encoding="utf-8")
+        requests += [str(folder / f"request{n}.json"), str(answers)]
+    command = [sys.executable, "-c", EVERY, *requests]
+    subprocess.run(command, env=environment(interpret=True), check=True, timeout=500)
+    judged = []
+    for n, (one, names) in enumerate(zip(subjects, cases, strict=True)):
+        results = {}
+        for i, name in enumerate(names):
+            answer = folder / f"answers{n}/{i}.pt"
+            results["float32", name] = torch.load(answer) if answer.exists() else {"error": DIED}
+        shape = Shape(**one.shape)
+        chosen = [case for case in all_cases(shape) if case.name in names]
+        reference = import_file(one.reference, "kernel_reference")
+        judged.append(Judge(reference, shape, chosen).gates(results, "interpreter"))
+    return judged
+
+
+def assert_as_exact(one, case: Case, dtype: str, device: str = "cpu") -> None:
+    """The kernel against its reference in float64, in this process, with the gates' limits."""
+    inputs = on(device, make_inputs(case, Shape(**one.shape), getattr(torch, dtype)))
+    exact = {
+        n: x.double() if x is not None and x.is_floating_point() else x for n, x in inputs.items()
+    }
+    kernel, reference = function_of(one), function_of(one, "reference")
+    got = run(kernel, case, inputs)
+    want = run(reference, case, exact, kernel=False)
+    same = run(reference, case, inputs, kernel=False)
+    floor = FLOORS[dtype]
+    for name, value in want.items():
+        kind = case.kind(name)
+        whole, worst = errors_of(got[name], value, kind)
+        torch_has = errors_of(same[name], value, kind)
+        assert whole <= max(2 * torch_has[0], floor), name
+        assert worst <= max(4 * torch_has[1], 2 * floor), f"worst row of {name}"
+
+
+def on(device: str, inputs: dict) -> dict:
+    return {n: None if x is None else x.to(device) for n, x in inputs.items()}
+
+
+@functools.cache
+def _imported(path: Path):
+    return load(path)
+
+
+def function_of(one, which: str = "module"):
+    """The operator's function in the subject's `module` or `reference`."""
+    return getattr(_imported(getattr(one, which)), Shape(**one.shape).function)
