@@ -12,7 +12,7 @@ from analyzers.errors import ProofError
 from analyzers.schema import ModelAnalysis
 from codegen.family import Member, Spec, find_spec
 from codegen.render import GENERATOR, Rendered, render
-from codegen.schema import Kernel, KernelSet, OperatorChoice, OperatorMap
+from codegen.schema import Gate, Kernel, KernelSet, OperatorChoice, OperatorMap
 from codegen.tuning.records import Record, known_records, nearest, record_name
 
 MANIFEST = "manifest.json"
@@ -40,7 +40,7 @@ def generate(
     folder = Path(folder)
     records = known_records() if records is None else records
     chosen = [c for c in operators.operators if c.decision == "generated"]
-    made = [_render(choice, chosen, backend, records) for choice in chosen]
+    made = [render_choice(choice, chosen, backend, records) for choice in chosen]
     _remove_stale(folder, {name for rendered in made for name in rendered.files})
     write_text(folder / "__init__.py", f'"""Kernels of {analysis.model_type}; generated."""\n')
     for rendered in made:
@@ -54,31 +54,10 @@ def generate(
             if progress:
                 progress(f"{rendered.module}: its tuned launches fail; the family's own are taken")
             (folder / record_name(rendered.module)).unlink()
-            rendered = _render(choice, chosen, backend, [])
+            rendered = render_choice(choice, chosen, backend, [])
             _write(folder, rendered)
             gates = verify(subject_of(rendered, spec, folder), backend, folder / CACHE, progress)
-        text = rendered.files[rendered.module]
-        kernels.append(
-            Kernel(
-                operator=choice.operator,
-                family=spec.family,
-                module=rendered.module,
-                function=spec.function,
-                reference=rendered.reference,
-                test=rendered.test,
-                sha256=hashlib.sha256(text.encode()).hexdigest(),
-                spec_sha256=rendered.spec_sha256,
-                template_sha256=rendered.template_sha256,
-                backend_sha256=rendered.backend_sha256,
-                tuning_sha256=rendered.tuning_sha256,
-                triton=spec.triton,
-                command=rendered.command,
-                attributes=choice.attributes,
-                site=choice.site,
-                gates=gates,
-                passed=bool(gates) and all(gate.passed for gate in gates),
-            )
-        )
+        kernels.append(kernel_of(choice, rendered, gates))
         if progress:
             passed = sum(gate.passed for gate in gates)
             progress(f"{rendered.module}: {passed} of {len(gates)} gates passed")
@@ -107,12 +86,13 @@ def _write(folder: Path, rendered: Rendered) -> None:
             write_text(folder / name, text)
 
 
-def _render(
+def render_choice(
     choice: OperatorChoice,
     chosen: list[OperatorChoice],
     backend: Backend,
     records: list[Record],
 ) -> Rendered:
+    """The files of the kernel for one of the `chosen` operators, with the nearest tuning record."""
     spec = _spec(choice)
 
     def shape_of(choice: OperatorChoice) -> str:
@@ -126,6 +106,30 @@ def _render(
         sizes = int(choice.attributes["key_dim"]), int(choice.attributes["value_dim"])
         record = nearest(records, spec, backend, *sizes, backend.training_dtype)
     return render(spec, backend, choice.attributes, name=name, record=record)
+
+
+def kernel_of(choice: OperatorChoice, rendered: Rendered, gates: list[Gate]) -> Kernel:
+    """The manifest's entry of a rendered kernel with its proofs; without any it has not passed."""
+    spec = _spec(choice)
+    return Kernel(
+        operator=choice.operator,
+        family=spec.family,
+        module=rendered.module,
+        function=spec.function,
+        reference=rendered.reference,
+        test=rendered.test,
+        sha256=hashlib.sha256(rendered.files[rendered.module].encode()).hexdigest(),
+        spec_sha256=rendered.spec_sha256,
+        template_sha256=rendered.template_sha256,
+        backend_sha256=rendered.backend_sha256,
+        tuning_sha256=rendered.tuning_sha256,
+        triton=spec.triton,
+        command=rendered.command,
+        attributes=choice.attributes,
+        site=choice.site,
+        gates=gates,
+        passed=bool(gates) and all(gate.passed for gate in gates),
+    )
 
 
 def _remove_stale(folder: Path, wanted: set[str]) -> None:

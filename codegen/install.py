@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from analyzers.errors import InputError
 from analyzers.schema import FORWARD
 from codegen.load import LoadedKernel
-from codegen.sites import BESIDE, CALLS, FORWARDS, Kernels
+from codegen.sites import BESIDE, CALLS, FORGET_GATES, FORWARDS, Kernels, raw_forward
 from codegen.sites.calls import attention
 
 if TYPE_CHECKING:
@@ -72,6 +72,9 @@ def bind(model: nn.Module, kernels: Iterable[LoadedKernel]) -> Binding:
                     raise InputError(type(module).__name__, fault="its forward is already replaced")
                 module.forward = _forward(module, functions)
                 binding.modules.append(module)
+                if (gate := _raw_gate(module, functions)) is not None:
+                    gate.forward = raw_forward(gate)
+                    binding.modules.append(gate)
     except BaseException:
         binding.undo()
         raise
@@ -111,6 +114,14 @@ def _forward(module: nn.Module, functions: Mapping[str, list[LoadedKernel]]) -> 
     )
     bound.__kwdefaults__ = forward.__kwdefaults__
     return types.MethodType(bound, module)
+
+
+def _raw_gate(module: nn.Module, functions: Mapping[str, list[LoadedKernel]]) -> nn.Module | None:
+    """The module's forget gate, where a kernel computes the decay from what it projects."""
+    gate = getattr(module, "forget_gate", None)
+    known = gate is not None and any(_is(gate, name) for name in FORGET_GATES)
+    found = any(loaded.kernel.operator == "kda" for k in functions.values() for loaded in k)
+    return gate if known and found else None
 
 
 @dataclass(frozen=True)

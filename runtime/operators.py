@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 FLOORS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Relative L2 error that is always allowed, by dtype."""
 
+CONSTANTS = ("g_gamma",)
+"""Arguments of kernels that take no gradient and keep their dtype."""
+
 
 def operators_vs_reference(
     model: nn.Module, folder: Path, batch: Batch, device: torch.device, dtype: torch.dtype
@@ -91,12 +94,13 @@ def _run(function: Callable, args: tuple, kwargs: dict, dtype: torch.dtype) -> l
         return value
 
     inputs = [leaf(a) for a in args]
-    options = {k: leaf(v) for k, v in kwargs.items()}
+    options = {k: v if k in CONSTANTS else leaf(v) for k, v in kwargs.items()}
     with torch.enable_grad():
-        out = function(*inputs, **options)[0]
-        # A fixed, uneven weighting, so that no gradient is a plain sum.
-        weights = torch.arange(out.numel(), device=out.device).reshape(out.shape)
-        (out * torch.cos(weights.to(out.dtype))).sum().backward()
+        out = function(*inputs, **options)
+        out = out[0] if isinstance(out, tuple) else out
+        # A fixed, uneven weighting, so that no gradient is a plain sum; the same in every dtype.
+        weights = torch.arange(out.numel(), dtype=torch.float64).cos().bfloat16()
+        out.backward(weights.view(out.shape).to(out))
     leaves = [t for t in [*inputs, *options.values()] if isinstance(t, Tensor) and t.requires_grad]
     gradients = [t.grad if t.grad is not None else torch.zeros_like(t) for t in leaves]
     return [t.detach().double().cpu() for t in [out, *gradients]]

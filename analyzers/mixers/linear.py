@@ -43,13 +43,17 @@ def delta_rule(module: Any, config: Any) -> Mixer:
         "qk_l2norm": "use_qk_l2norm_in_kernel" in names_in(type(module).forward),
         "conv_kernel_size": convolution(module),
     }
-    gate = getattr(module, "forget_gate", None)
-    bound = first_of(gate, "lower_bound", "safe_gate_lower_bound")
-    if bound is not None and getattr(gate, "safe_gate", True):
-        attributes["gate_lower_bound"] = float(bound)
+    if (bound := decay_bound(getattr(module, "forget_gate", None))) is not None:
+        attributes["gate_lower_bound"] = bound
     name = "kda" if per_channel else "gated_delta_net"
     operator = "kda" if per_channel else "gated_delta_rule"
     return Mixer(name, operator, attributes, site(module, "chunk_"))
+
+
+def decay_bound(gate: Any) -> float | None:
+    """Lower bound of the log decay that a forget gate computes; None for none."""
+    bound = first_of(gate, "lower_bound", "safe_gate_lower_bound")
+    return float(bound) if bound is not None and getattr(gate, "safe_gate", True) else None
 
 
 def is_mamba2(module: Any) -> bool:

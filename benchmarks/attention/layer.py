@@ -4,7 +4,6 @@ same module with ours bound in. Projections, convolution, gates, KDA, gated norm
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import tempfile
 from pathlib import Path
@@ -13,11 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from analyzers.backends import Backend
     from attention.measure import Job
     from attention.workload import Shape
     from codegen import LoadedKernel
-    from codegen.schema import OperatorChoice
 
 HIDDEN = 2304
 
@@ -142,53 +139,26 @@ def _kernels(job: Job) -> list[LoadedKernel]:
     """A kernel of ours for every place of the layer that one can be bound at."""
     from analyzers import analyze
     from analyzers.backends import load_backend
-    from codegen import map_operators
+    from codegen import LoadedKernel, map_operators
+    from codegen.build import kernel_of, render_choice
+    from codegen.load import import_file
+    from codegen.tuning.records import known_records
 
     with tempfile.TemporaryDirectory() as folder:
         config = _config(job.shape)
         config.architectures = ["KimiLinearForCausalLM"]
         config.save_pretrained(folder)
         analysis = analyze(folder)
-    backend = load_backend(job.backend)
+    backend, records = load_backend(job.backend), known_records()
     choices = map_operators(analysis, backend, prefer="generated").operators
-    generated = [c for c in choices if c.decision == "generated" and c.site is not None]
-    return [_loaded(choice, job.folder, backend) for choice in generated]
-
-
-def _loaded(choice: OperatorChoice, folder: Path, backend: Backend) -> LoadedKernel:
-    """The kernel as `adapt kernels` renders it; that it is right is measured here."""
-    from codegen import LoadedKernel
-    from codegen.build import _render
-    from codegen.family import find_spec
-    from codegen.load import import_file
-    from codegen.schema import Kernel
-    from codegen.tuning.records import known_records
-
-    rendered = _render(choice, [choice], backend, known_records())
-    spec = find_spec(choice.operator)
-    assert spec is not None
-    path = folder / rendered.module
-    text = rendered.files[rendered.module]
-    path.write_text(text, "utf-8")
-    kernel = Kernel(
-        operator=choice.operator,
-        family=spec.family,
-        module=rendered.module,
-        function=spec.function,
-        reference=rendered.reference,
-        test=rendered.test,
-        sha256=hashlib.sha256(text.encode()).hexdigest(),
-        spec_sha256=rendered.spec_sha256,
-        template_sha256=rendered.template_sha256,
-        backend_sha256=rendered.backend_sha256,
-        tuning_sha256=rendered.tuning_sha256,
-        triton=spec.triton,
-        command=rendered.command,
-        attributes=choice.attributes,
-        site=choice.site,
-        gates=[],
-        passed=False,
-    )
-    return LoadedKernel(
-        kernel=kernel, function=getattr(import_file(path, path.stem), spec.function)
-    )
+    chosen = [c for c in choices if c.decision == "generated" and c.site is not None]
+    kernels = []
+    for choice in chosen:
+        # As `adapt kernels` renders it; that it is right is measured here.
+        rendered = render_choice(choice, chosen, backend, records)
+        path = job.folder / f"layer_{rendered.module}"
+        path.write_text(rendered.files[rendered.module], "utf-8")
+        kernel = kernel_of(choice, rendered, gates=[])
+        function = getattr(import_file(path, path.stem), kernel.function)
+        kernels.append(LoadedKernel(kernel=kernel, function=function))
+    return kernels

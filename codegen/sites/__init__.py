@@ -7,6 +7,7 @@ whole forward is replaced.
 
 from codegen.sites.calls import BESIDE, CALLS
 from codegen.sites.forwards import FORWARDS
+from codegen.sites.gates import FORGET_GATES, raw_forward
 from codegen.sites.kernels import Kernels
 
-__all__ = ["BESIDE", "CALLS", "FORWARDS", "Kernels"]
+__all__ = ["BESIDE", "CALLS", "FORGET_GATES", "FORWARDS", "Kernels", "raw_forward"]

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
+from codegen.sites.gates import RawGate, with_decay
 from codegen.sites.kernels import Kernels
 from codegen.sites.packing import convolve_apart, document_limits
 
@@ -23,6 +24,8 @@ def attention(kernels: Kernels, own: Callable) -> Callable:
 
     def call(q: Tensor, k: Tensor, v: Tensor, *args: Tensor, **kwargs: Any):
         limits = document_limits(kwargs)
+        if isinstance(kwargs.get("g"), RawGate):
+            kwargs |= kwargs["g"]._asdict() | {"use_gate_in_kernel": True}
         for name in ("A_log", "dt_bias"):  # models hold them in the shape of the gate
             if kwargs.get(name) is not None:
                 kwargs[name] = kwargs[name].flatten()
@@ -127,6 +130,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 BESIDE: dict[str, Callable[[Callable], Callable]] = {
     "causal_conv1d_fn": lambda own: convolution(None, own),
     "mamba2_split_conv1d_scan_combined": lambda own: _nothing,
+    "recurrent_kimi_delta_attention": with_decay,
 }
 """Functions of a forward that are bound besides its kernels where none of them is theirs: they
-would mix documents that the kernels keep apart, or pass the kernels by."""
+would mix documents that the kernels keep apart, pass the kernels by, or get a raw gate."""

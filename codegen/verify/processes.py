@@ -11,6 +11,10 @@ import time
 from pathlib import Path
 
 
+START_SECONDS = 90
+"""Longest wait for the first sign, while the process imports what it needs."""
+
+
 def environment(interpret: bool) -> dict[str, str]:
     variables = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
     variables |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -24,7 +28,7 @@ def environment(interpret: bool) -> dict[str, str]:
 def run_alone(command: list[str], interpret: bool, answers: Path, seconds: float) -> str:
     """Runs a command in a process group of its own; says what went wrong, or nothing.
 
-    It has `seconds` for each change in the folder `answers`. The whole group is killed at the end:
+    It has `seconds` for each change in the folder `answers` after the first one. The whole group is killed at the end:
     a compiler that hangs is a grandchild.
     """
     with tempfile.TemporaryFile() as said:
@@ -59,7 +63,7 @@ def _wait(process: subprocess.Popen, answers: Path, seconds: float) -> int | Non
         now = _sizes(answers)
         if now != seen:
             seen, since = now, time.monotonic()
-        elif time.monotonic() - since > seconds:
+        elif time.monotonic() - since > (seconds if seen else max(seconds, START_SECONDS)):
             return None
 
 

@@ -63,10 +63,12 @@ for n in range(3, len(sys.argv), 2):
 """
 
 
-def gates_of(folder: Path, subjects: list, cases: list[tuple[str, ...]]) -> list[list[Gate]]:
-    """The gates of each subject's cases in float32, from forks of one interpreter: to start one
-    takes longer than to run a few cases. A wrong kernel may ruin its process; the first one runs in
-    the interpreter itself and must be right."""
+def gates_of(
+    folder: Path, subjects: list, cases: list[tuple[str, ...]], interpret: bool
+) -> list[list[Gate]]:
+    """The gates of each subject's cases in float32, from forks of one process: to start one takes
+    longer than to run a few cases. A wrong kernel may ruin its process; the first one runs in that
+    of all and must be right."""
     requests = []
     for n, (one, names) in enumerate(zip(subjects, cases, strict=True)):
         answers = folder / f"answers{n}"
@@ -76,7 +78,7 @@ def gates_of(folder: Path, subjects: list, cases: list[tuple[str, ...]]) -> list
         (folder / f"request{n}.json").write_text(json.dumps(request), encoding="utf-8")
         requests += [str(folder / f"request{n}.json"), str(answers)]
     command = [sys.executable, "-c", EVERY, *requests]
-    subprocess.run(command, env=environment(interpret=True), check=True, timeout=500)
+    subprocess.run(command, env=environment(interpret), check=True, timeout=500)
     judged = []
     for n, (one, names) in enumerate(zip(subjects, cases, strict=True)):
         results = {}
@@ -86,7 +88,9 @@ def gates_of(folder: Path, subjects: list, cases: list[tuple[str, ...]]) -> list
         shape = Shape(**one.shape)
         chosen = [case for case in all_cases(shape) if case.name in names]
         reference = import_file(one.reference, "kernel_reference")
-        judged.append(Judge(reference, shape, chosen).gates(results, "interpreter"))
+        judged.append(
+            Judge(reference, shape, chosen).gates(results, "interpreter" if interpret else "cpu")
+        )
     return judged
 
 

@@ -120,4 +120,5 @@ def test_modules_that_were_subclassed_on_the_fly_are_found(make_model, kernel):
     for module in model.modules():
         if type(module).__name__ == "KimiLinearDeltaAttention":
             module.__class__ = type("FSDPModule", (type(module),), {})
-    assert len(bind(model, [kernel]).modules) == 6
+    bound = bind(model, [kernel]).modules
+    assert sum(type(module).__name__ == "FSDPModule" for module in bound) == 6

@@ -162,7 +162,7 @@ def judged(tmp_path_factory) -> dict[str, list[Gate]]:
         for n, m in enumerate(MUTATIONS)
     ]
     cases = [*(tuple(c) for c in right.values()), *(m.cases for m in MUTATIONS)]
-    return dict(zip(names, gates_of(folder, subjects, cases), strict=True))
+    return dict(zip(names, gates_of(folder, subjects, cases, interpret=True), strict=True))
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)

@@ -205,6 +205,26 @@ def test_a_broken_kernel_is_told(kernels_of):
     assert max(d.relative for d in compare(model_of(at.model_type), [broken])) > 1e-3
 
 
+@each([s for s in MEMBERS if s.operator == "kda"])
+def test_the_kernel_computes_the_decay_itself(at, kernels_of):
+    (right,) = kernels_of(at, around=False)
+    given = {}
+
+    def watched(*args, **kwargs):
+        given.update(kwargs)
+        return right.function(*args, **kwargs)
+
+    one = LoadedKernel(kernel=right.kernel, function=watched)
+    mixer = modules_of(at)[0][1]
+    with bind(model_of(at.model_type), [one]):
+        mixer(
+            hidden_states=torch.randn(1, 5, config_of(at.model_type).get_text_config().hidden_size)
+        )
+    assert given["use_gate_in_kernel"]
+    assert given["A_log"].shape == (mixer.num_heads,)
+    assert given["lower_bound"] == mixers_of(at)[0].attributes.get("gate_lower_bound")
+
+
 @members
 def test_undo_restores_every_bit(at, kernels_of):
     model = model_of(at.model_type)
@@ -280,7 +300,7 @@ def test_a_cache_is_filled_and_continued_as_without_kernels(at, kernels_of):
 # ---------------------------------------------------------------------------------------- packing
 
 
-def packed() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def packed() -> tuple[torch.Tensor, dict]:
     """Tokens [1, T] of documents, and their positions and limits as transformers' collator gives
     them."""
     ids = torch.arange(sum(LENGTHS))[None] * 7 % 200

@@ -98,6 +98,7 @@ def cases(shape: Shape) -> list[ConvolutionCase]:
         packed,
         replace(packed, name="packed, no states", initial=False, last="none", compiled=True),
         replace(three, name="packed q, k and v", lengths=(3, 0, 1, C), batch=1, compiled=False),
+        replace(three, name="one token of q, k and v", lengths=(1,), batch=1, compiled=False),
         # fla#1140: the gradient of the state was wrong in a chunk shorter than the window.
         *(
             ConvolutionCase(name=f"{n} token{'s' * (n > 1)} and a last state", lengths=(n,))
