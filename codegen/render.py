@@ -136,11 +136,10 @@ def _linear_attention(
     launches = launch_table(spec, backend, key_dim, value_dim, tile, record)
     values = {
         "per_channel": spec.decay == "per_channel",
-        "triton_ready": spec.delta and "g" in spec.inputs and spec.beta == "per_head",
         "tile": tile,
         "launches": launches,
         "block_k": families.power_of_two(key_dim),
-        "block_v": min(tile.launches["_recur"].block, families.power_of_two(value_dim)),
+        "block_v": families.power_of_two(value_dim),
         "levels": int(math.log2(tile.chunk)),
         "precision": _by_dtype({d: f'"{p}"' for d, p in spec.dot_precision(backend).items()}),
     }
