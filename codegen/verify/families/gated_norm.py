@@ -55,7 +55,7 @@ class NormCase(Case):
         return {"y": y}
 
 
-def cases(shape: Shape) -> list[NormCase]:
+def cases(shape: Shape) -> list[Case]:
     usual = NormCase(name="heads, silu", lengths=(37,), compiled=True)
     groups = NormCase(
         name="groups, gate before norm",

@@ -74,7 +74,7 @@ class ConvolutionCase(Case):
         return found | ({"state": last} if state else {})
 
 
-def cases(shape: Shape) -> list[ConvolutionCase]:
+def cases(shape: Shape) -> list[Case]:
     taps, C = shape.attributes["kernel_size"], shape.chunk
     odd = (C + 3,)
     usual = ConvolutionCase(name="usual", lengths=odd, compiled=True)
