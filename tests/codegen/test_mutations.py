@@ -25,19 +25,15 @@ def change(name: str, old: str, new: str, *cases: str, **others) -> Mutation:
     return Mutation(name=name, changes=((old, new),), cases=cases or ("usual",), **others)
 
 
-RETAINED = "long memory"
+STORE = "mask = (r < left)[:, None] & (col < WIDTH)[None, :]\n    at = ptr"
+CARRY = "h = tl.dot(tl.trans(k_gated), v, h * decay,"
+CARRY_BACK = "dh = tl.dot(tl.trans(q_gated), do, dh * decay,"
+SEEN = "a_qk = tl.where(rr > ii, a_qk, tl.where(rr == ii, diagonal[:, None], 0.0))"
+NORM = "q_factor = tl.rsqrt(tl.sum(q_row * q_row, 1) + 1e-6) * scale"
 MUTATIONS = [
-    change("decay dropped", "h = h * decay + tl.dot", "h = h + tl.dot"),
-    change(
-        "mask of pairs lets the future in",
-        "lower = r[:, None] >= r[None, :]",
-        "lower = r[:, None] >= r[None, :] - 1",
-    ),
-    change(
-        "a token does not see itself",
-        "lower = r[:, None] >= r[None, :]",
-        "lower = r[:, None] > r[None, :]",
-    ),
+    change("decay dropped", CARRY, CARRY.replace("h * decay", "h")),
+    change("mask lets the future in", SEEN, SEEN.replace("rr > ii", "rr >= ii - 1")),
+    change("a token does not see itself", SEEN, SEEN.replace("diagonal[:, None]", "0.0")),
     change(
         "chunks start one too late",
         "(chunk - tl.load(first_chunk_ptr + n)) * BT",
@@ -45,96 +41,78 @@ MUTATIONS = [
     ),
     change(
         "last chunk forgotten",
-        "last = tl.load(first_chunk_ptr + n + 1)\n",
-        "last = tl.load(first_chunk_ptr + n + 1) - 1\n",
+        "tl.range(0, tl.cdiv(tokens, BT).to(tl.int32), num",
+        "tl.range(0, tl.cdiv(tokens, BT).to(tl.int32) - 1, num",
     ),
-    change(
-        "tail not counted",
-        "(self.bounds.diff() + CHUNK - 1) // CHUNK",
-        "self.bounds.diff() // CHUNK",
-    ),
+    change("tail not counted", "(bounds.diff() + CHUNK - 1) // CHUNK", "bounds.diff() // CHUNK"),
     change(
         "chunks counted from the total",
-        "self.count = length // CHUNK + cu_seqlens.numel() - 1",
-        "self.count = length // CHUNK + 1",
+        "length // CHUNK + bounds.numel() - 1",
+        "length // CHUNK + 1",
         "packed with empty and one-token sequences",
     ),
-    change(
-        "values written without beta",
-        "u = tl.dot(inverse, v * beta[:, None]",
-        "u = tl.dot(inverse, v",
-    ),
+    change("written without beta", "HALF, PRECISION) * beta[None, :]", "HALF, PRECISION)"),
     change(
         "erased without beta",
-        "tl.where(r[:, None] > r[None, :], a_kk, 0.0) * beta[:, None]",
-        "tl.where(r[:, None] > r[None, :], a_kk, 0.0)",
+        "_unit_lower_inverse(-a_kk * beta[:, None],",
+        "_unit_lower_inverse(-a_kk,",
     ),
-    change("state not carried on", "h = h * decay + tl.dot", "h = tl.dot", RETAINED),
+    change("state not carried on", CARRY, CARRY.replace("h * decay", "0.0 * h"), "long memory"),
     change("initial state not read", "if h0_ptr is not None:", "if h0_ptr is None:"),
-    change("scale forgotten", "q = q * (q_inv * scale)[:, None]", "q = q * q_inv[:, None]"),
+    change("scale forgotten", NORM, NORM.removesuffix(" * scale")),
+    change("norm without its small number", NORM, NORM.replace("1e-6", "1e-12"), "inputs of 1e-3"),
     change(
         "value heads read the wrong key head",
-        "h = hv // GROUP",
-        "h = hv % (HV // GROUP)",
+        "at_k = (begin * (HV // GROUP) + hv // GROUP) * K",
+        "at_k = (begin * (HV // GROUP) + hv % (HV // GROUP)) * K",
         "grouped value heads in a batch",
     ),
+    change("rows stored past the sequence", STORE, STORE.replace("left", "left + 2")),
     change(
-        "rows stored past the sequence",
-        "mask = (row < end)[:, None] & (col < WIDTH)[None, :]\n    tl.store",
-        "mask = (row < end + 2)[:, None] & (col < WIDTH)[None, :]\n    tl.store",
-    ),
-    change(
-        "columns stored past the width",
-        "mask = (row < end)[:, None] & (col < WIDTH)[None, :]\n    tl.store",
-        "mask = (row < end)[:, None] & (col < WIDTH + 1)[None, :]\n    tl.store",
-        widths=(12, 12),
-    ),
-    change(
-        "gradient of the initial state never written",
-        "    tl.store(dh0_ptr",
-        "    if n < 0:\n        tl.store(dh0_ptr",
-    ),
-    change("gradient of the last state not read", "if dht_ptr is not None:", "if dht_ptr is None:"),
-    change(
-        "sign of the gate's gradient",
-        "tl.store(dg_ptr + row * HV + hv, dg,",
-        "tl.store(dg_ptr + row * HV + hv, -dg,",
-    ),
-    change(
-        "gate's gradient by cancellation",
-        "dg += tl.sum(tl.where(r[:, None] > r[None, :], d_from_row[None, :], 0.0), 1)",
-        "dg += tl.cumsum(d_from_row, 0) - d_from_row",
-        "gates of -8 a step",
-    ),
-    change(
-        "normalisation of q forgotten in the backward",
-        "dq = (dq - q * tl.sum(q * dq, 1)[:, None]) * q_inv[:, None]",
-        "dq = dq * q_inv[:, None]",
-    ),
-    change(
-        "normalisation without its small number",
-        "tl.rsqrt(tl.sum(x * x, 1) + 1e-6)",
-        "tl.rsqrt(tl.sum(x * x, 1) + 1e-12)",
-        "inputs of 1e-3",
-    ),
-    change(
-        "beta's gradient lacks the keys' share",
-        "dbeta += tl.sum(dk_beta * k_to_row, 1)",
-        "dbeta += 0.0",
+        "columns stored past the width", STORE, STORE.replace("WIDTH", "WIDTH + 1"), widths=(12, 12)
     ),
     change(
         "inputs taken for contiguous",
-        "(None if x is None else x.contiguous() for x in (q, k, v, g, beta, h0))",
-        "q, k, v, g, beta, h0",
+        "q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))",
+        "q, k, v, g, beta = q, k, v, g, beta",
         "strided inputs",
     ),
     change(
         "decay from differences of running sums",
-        "from_row = tl.exp(tl.cumsum(g_next, 0, reverse=True))",
-        "from_row = tl.exp(tl.sum(g, 0)[None, :] - tl.cumsum(g, 0))",
+        "between = tl.cumsum(tl.where(r[:, None] > r[None, :], g[:, None], 0.0), 0)",
+        "between = tl.cumsum(g, 0)[:, None] - tl.cumsum(g, 0)[None, :]",
         "hard resets",
-        member="kda",
     ),
+    change("last state's gradient not read", "if dht_ptr is not None:", "if dht_ptr is None:"),
+    change(
+        "initial state's gradient never written",
+        "    tl.store(dh0_ptr",
+        "    if n < 0:\n        tl.store(dh0_ptr",
+    ),
+    change(
+        "gradient not carried back",
+        CARRY_BACK,
+        CARRY_BACK.replace("dh * decay", "0.0 * dh"),
+        "long memory",
+    ),
+    change("erasure has the wrong sign on the way back", "(-dv).to(dtype)", "dv.to(dtype)"),
+    change(
+        "sign of the gate's gradient",
+        "tl.store(dg_ptr + block * tokens * HV + at + r * HV, dg,",
+        "tl.store(dg_ptr + block * tokens * HV + at + r * HV, -dg,",
+    ),
+    change(
+        "gate's gradient through the state forgotten",
+        "dg += tl.load(decay_ptr + pid) * tl.sum(carried, 0)",
+        "dg += 0.0",
+        "long memory",
+    ),
+    change(
+        "norm of q forgotten in the backward",
+        "dq -= q * (q_dq / (scale * scale))[:, None]",
+        "dq -= 0.0 * q",
+    ),
+    change("half of beta's gradient", "dbeta += z / beta", "dbeta += 0.5 * z / beta"),
     change(
         "gradient of the gate's bias forgotten",
         "dg, dA_log, ddt_bias = _gate_gradients(dg, g, A_log, dt_bias, lower_bound)",
