@@ -53,6 +53,8 @@ class Footprint:
     """float32 matrices that live at the same time."""
     staged: list[tuple[str, str]]
     """Matrices in the input's dtype that a step of the loop loads; a stage holds them all."""
+    staged_by_delta: list[tuple[str, str]] = field(default_factory=list)
+    """Those that it loads besides under the delta rule."""
 
 
 @document

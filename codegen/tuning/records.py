@@ -225,7 +225,7 @@ def launch_table(
     """By dtype and kernel, the rows of the rendered module.
 
     The record's for its own dtype and others of that size, the family's own launches for the rest;
-    those of `tile` where there is no record.
+    those of `tile` where there is no record. Each with no more stages than fit in that dtype.
     """
 
     def rows(dtype: str) -> dict[str, Rows]:
@@ -234,9 +234,14 @@ def launch_table(
         launches = (tile if record is None else spec.tile(backend, key_dim)).launches
         return {kernel: [(None, launch)] for kernel, launch in launches.items()}
 
+    def fitted(dtype: str, kernel: str, launch: Launch) -> Launch:
+        widths = {"key_dim": key_dim, "value_dim": value_dim}
+        space = Space(spec=spec, backend=backend, dtype=dtype, **widths)
+        return space.fitted(kernel, launch, tile.chunk)
+
     return {
         dtype: {
-            kernel: [(most, clipped(spec, kernel, x, key_dim, value_dim)) for most, x in found]
+            kernel: [(most, fitted(dtype, kernel, x)) for most, x in found]
             for kernel, found in rows(dtype).items()
         }
         for dtype in spec.dtypes

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 
 from analyzers.backends import Backend, TritonTarget
@@ -35,7 +35,7 @@ class Space:
     key_dim: int
     value_dim: int
     dtype: str
-    triton: str
+    triton: str = field(default_factory=triton_version)
     """Version of the compiler: its known faults are left out."""
 
     @property
@@ -83,11 +83,19 @@ class Space:
         held = sum(sizes[a] * sizes[b] for a, b in footprint.registers) / threads
         if target.registers_per_thread and held > target.registers_per_thread:
             return f"{held:.0f} registers a thread, {target.registers_per_thread} are there"
-        staged = sum(sizes[a] * sizes[b] for a, b in footprint.staged)
+        loaded = [*footprint.staged, *(footprint.staged_by_delta if self.spec.delta else [])]
+        staged = sum(sizes[a] * sizes[b] for a, b in loaded)
         needed = staged * ITEM_BYTES[self.dtype] * (launch.num_stages if staged else 0)
         if launch.num_stages > 1 and needed > target.shared_memory_bytes:
             return f"{needed} bytes of shared memory, {target.shared_memory_bytes} are there"
         return None
+
+    def fitted(self, kernel: str, launch: Launch, chunk: int) -> Launch:
+        """With a block no wider than what it cuts, and no more stages than fit."""
+        launch = clipped(self.spec, kernel, launch, self.key_dim, self.value_dim)
+        while launch.num_stages > 1 and self._beyond_limits(kernel, launch, chunk):
+            launch = replace(launch, num_stages=launch.num_stages - 1)
+        return launch
 
     def launches(self, kernel: str, base: Launch, chunk: int) -> tuple[list[Launch], Counter[str]]:
         """What may be tried for one kernel, nearest to `base` first; and refusals, counted by
@@ -114,8 +122,7 @@ class Space:
     def bases(self) -> list[Tile]:
         """The family's own tile, then the same launches in other chunk lengths and strategies."""
         own = self.spec.tile(self.backend, self.key_dim)
-        widths = self.key_dim, self.value_dim
-        launches = {k: clipped(self.spec, k, x, *widths) for k, x in own.launches.items()}
+        launches = {k: self.fitted(k, x, own.chunk) for k, x in own.launches.items()}
         own = replace(own, launches=launches)
         others = [
             replace(own, chunk=chunk, strategy=strategy)

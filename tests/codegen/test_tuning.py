@@ -32,6 +32,7 @@ from codegen.tuning.records import (
     file_name,
     known_records,
     launch_rows,
+    launch_table,
     nearest,
     nearest_class,
     recall,
@@ -141,11 +142,51 @@ def test_what_the_backend_cannot_hold_is_not_tried(kernel, tried, why):
 
 def test_shared_memory_bounds_the_stages():
     # Two [64, 256] float32 matrices a stage are 128 KiB; the device has 227.
-    wide = space(key_dim=256, value_dim=64, dtype="float32")
+    wide = space("gla", key_dim=256, value_dim=64, dtype="float32")
     assert "shared memory" in str(wide.refusal("_recur", launch(16, 4, 2), 64))
     assert wide.refusal("_recur", launch(16, 4, 1), 64) is None
-    half = space(key_dim=256, value_dim=64)
+    half = space("gla", key_dim=256, value_dim=64)
     assert half.refusal("_recur", launch(16, 4, 3), 64) is None
+    # The delta rule loads a third one and the inverse.
+    delta = space("kda", key_dim=256, value_dim=64)
+    assert "shared memory" in str(delta.refusal("_recur", launch(16, 4, 3), 64))
+
+
+@pytest.mark.parametrize("widths", [(16, 16), (64, 128), (128, 128), (256, 64), (256, 512)])
+@pytest.mark.parametrize("backend", ["h100", "h200", "b200", "gb200", "mi300x"])
+@pytest.mark.parametrize("member", load_specs())
+def test_the_familys_own_launches_fit_in_every_dtype(member, backend, widths):
+    spec, device = load_specs()[member], load_backend(backend)
+    tile = spec.tile(device, widths[0])
+    table = launch_table(spec, device, *widths, tile, None)
+    assert table.keys() == set(spec.dtypes)
+    for dtype, kernels in table.items():
+        room = replace(space(member, *widths, dtype), backend=device)
+        assert kernels.keys() == tile.launches.keys()
+        for kernel, ((_, x),) in kernels.items():
+            assert room.refusal(kernel, x, tile.chunk) is None
+            assert x.num_stages <= tile.launches[kernel].num_stages
+            assert x.num_warps == tile.launches[kernel].num_warps
+
+
+def test_stages_are_given_up_one_by_one_where_shared_memory_ends():
+    # A step of the delta rule's walk loads 3 [64, K], 2 [64, 64] and one [64, 32].
+    spec = load_specs()["gated_delta_rule"]
+    stages = {
+        (dtype, width): launch_table(spec, H200, width, 128, spec.tile(H200, width), None)[dtype][
+            "_recur"
+        ][0][1].num_stages
+        for dtype in ("float32", "bfloat16")
+        for width in (64, 128, 256)
+    }
+    assert stages == {
+        ("float32", 64): 2,  # 90 112 bytes
+        ("float32", 128): 1,  # 139 264
+        ("float32", 256): 1,
+        ("bfloat16", 64): 3,
+        ("bfloat16", 128): 3,  # 69 632
+        ("bfloat16", 256): 1,  # 118 784
+    }
 
 
 def test_candidates_are_tens_and_nearest_first():
