@@ -50,48 +50,78 @@ def failed(gates) -> list[str]:
 
 
 DIED = "the process died"
-EVERY = """
-import os, sys
+SERVER = """
+import os, signal, sys
 from codegen.verify.candidate import main
-main(*sys.argv[1:3])  # what is imported on first use is imported once
-for n in range(3, len(sys.argv), 2):
-    child = os.fork()
-    if not child:
-        main(*sys.argv[n : n + 2])
+first = True
+for line in sys.stdin:
+    request = line.rstrip("\\n").split("\\t")
+    if first:
+        main(*request)  # what is imported on first use is imported once
+    elif child := os.fork():
+        os.waitpid(child, 0)
+    else:
+        signal.alarm(120)
+        main(*request)
         os._exit(0)
-    os.waitpid(child, 0)
+    first = False
+    print(flush=True)
 """
+
+
+class Forks:
+    """Runs subjects' cases in float32, each subject in a fork of one process: to start one takes
+    longer than to run a few cases. A wrong kernel may ruin its process; the first subject runs in
+    that of all and must be right."""
+
+    def __init__(self, folder: Path, interpret: bool):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.ran_on = folder, "interpreter" if interpret else "cpu"
+        self.asked = 0
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SERVER],
+            env=environment(interpret),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.communicate(timeout=60)
+
+    def gates(self, one, names: tuple[str, ...]) -> list[Gate]:
+        """The gates of a subject's cases of these names."""
+        answers = self.folder / f"answers{self.asked}"
+        self.asked += 1
+        answers.mkdir()
+        work = list(enumerate(("float32", name) for name in names))
+        request = {"module": str(one.module), "shape": one.shape, "device": "cpu", "work": work}
+        path = answers / "request.json"
+        path.write_text(json.dumps(request), encoding="utf-8")
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(f"{path}\t{answers}\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline(), "the process of all forks ended"
+        results = {}
+        for i, name in enumerate(names):
+            answer = answers / f"{i}.pt"
+            results["float32", name] = torch.load(answer) if answer.exists() else {"error": DIED}
+        shape = Shape(**one.shape)
+        chosen = [case for case in all_cases(shape) if case.name in names]
+        reference = import_file(one.reference, "kernel_reference")
+        return Judge(reference, shape, chosen).gates(results, self.ran_on)
 
 
 def gates_of(
     folder: Path, subjects: list, cases: list[tuple[str, ...]], interpret: bool
 ) -> list[list[Gate]]:
-    """The gates of each subject's cases in float32, from forks of one process: to start one takes
-    longer than to run a few cases. A wrong kernel may ruin its process; the first one runs in that
-    of all and must be right."""
-    requests = []
-    for n, (one, names) in enumerate(zip(subjects, cases, strict=True)):
-        answers = folder / f"answers{n}"
-        answers.mkdir()
-        work = list(enumerate(("float32", name) for name in names))
-        request = {"module": str(one.module), "shape": one.shape, "device": "cpu", "work": work}
-        (folder / f"request{n}.json").write_text(json.dumps(request), encoding="utf-8")
-        requests += [str(folder / f"request{n}.json"), str(answers)]
-    command = [sys.executable, "-c", EVERY, *requests]
-    subprocess.run(command, env=environment(interpret), check=True, timeout=500)
-    judged = []
-    for n, (one, names) in enumerate(zip(subjects, cases, strict=True)):
-        results = {}
-        for i, name in enumerate(names):
-            answer = folder / f"answers{n}/{i}.pt"
-            results["float32", name] = torch.load(answer) if answer.exists() else {"error": DIED}
-        shape = Shape(**one.shape)
-        chosen = [case for case in all_cases(shape) if case.name in names]
-        reference = import_file(one.reference, "kernel_reference")
-        judged.append(
-            Judge(reference, shape, chosen).gates(results, "interpreter" if interpret else "cpu")
-        )
-    return judged
+    """The gates of each subject's cases; the first subject must be right."""
+    with Forks(folder / "forks", interpret) as forks:
+        return [forks.gates(*each) for each in zip(subjects, cases, strict=True)]
 
 
 def assert_as_exact(one, case: Case, dtype: str, device: str = "cpu") -> None:
