@@ -34,6 +34,7 @@ POINTERS = {
     torch.float16: "*fp16",
     torch.int64: "*i64",
     torch.int32: "*i32",
+    torch.int8: "*i8",
 }
 
 
