@@ -117,7 +117,8 @@ class Spec(Member):
     kind: str
     """How a backend's known faults name this kind of kernel."""
     tiles: dict[str, Tile] = field(default_factory=dict)
-    """By Triton target, `none` where there is no compiler; `default` serves the others."""
+    """By Triton target or `TARGET DTYPE`, all in chunks of one length for a target; `none` where
+    there is no compiler; `default` serves the others."""
     footprints: dict[str, Footprint] = field(default_factory=dict)
     """By kernel of the rendered module."""
     chunks: list[int] = field(default_factory=list)
@@ -140,11 +141,13 @@ class Spec(Member):
         beta = ["beta"] if self.beta != "none" else []
         return ["q", "k", "v", *g, *beta]
 
-    def tile(self, backend: Backend, key_dim: int) -> Tile:
-        """The tile for the backend, with another number of warps where a compiler is known to get
-        the usual one wrong. Faults that do not depend on it are left to the gates."""
+    def tile(self, backend: Backend, key_dim: int, dtype: str = "bfloat16") -> Tile:
+        """The tile for the backend and dtype, with another number of warps where a compiler is
+        known to get the usual one wrong. Faults that do not depend on it are left to the gates."""
         triton = backend.triton
-        tile = self.tiles.get(triton.backend if triton else "none", self.tiles["default"])
+        target = triton.backend if triton else "none"
+        names = (f"{target} {dtype}", target, "default")
+        tile = next(self.tiles[name] for name in names if name in self.tiles)
         if triton is None:
             return tile
 

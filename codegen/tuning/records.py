@@ -231,12 +231,12 @@ def launch_table(
     def rows(dtype: str) -> dict[str, Rows]:
         if record is not None and ITEM_BYTES[dtype] == ITEM_BYTES[record.dtype]:
             return launch_rows(record)
-        launches = (tile if record is None else spec.tile(backend, key_dim)).launches
+        own = record is not None or tile == spec.tile(backend, key_dim)
+        launches = (spec.tile(backend, key_dim, dtype) if own else tile).launches
         return {kernel: [(None, launch)] for kernel, launch in launches.items()}
 
     def fitted(dtype: str, kernel: str, launch: Launch) -> Launch:
-        widths = {"key_dim": key_dim, "value_dim": value_dim}
-        space = Space(spec=spec, backend=backend, dtype=dtype, **widths)
+        space = Space(spec=spec, backend=backend, key_dim=key_dim, value_dim=value_dim, dtype=dtype)
         return space.fitted(kernel, launch, tile.chunk)
 
     return {

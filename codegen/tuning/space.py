@@ -121,7 +121,7 @@ class Space:
 
     def bases(self) -> list[Tile]:
         """The family's own tile, then the same launches in other chunk lengths and strategies."""
-        own = self.spec.tile(self.backend, self.key_dim)
+        own = self.spec.tile(self.backend, self.key_dim, self.dtype)
         launches = {k: self.fitted(k, x, own.chunk) for k, x in own.launches.items()}
         own = replace(own, launches=launches)
         others = [

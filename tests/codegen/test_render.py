@@ -105,9 +105,10 @@ def test_a_tile_of_eight_warps_keeps_clear_of_known_compiler_faults(
 @pytest.mark.parametrize("backend", ["h100", "h200", "b200", "gb200", "mi300x"])
 def test_the_familys_own_tile_meets_no_known_compiler_fault(member, backend, key_dim):
     triton, spec = load_backend(backend).triton, load_specs()[member]
-    tile = spec.tile(load_backend(backend), key_dim)
-    for kernel, launch in tile.launches.items():
-        assert triton.fault(spec.configuration(kernel, launch, tile.chunk, key_dim)) is None
+    for dtype in spec.dtypes:
+        tile = spec.tile(load_backend(backend), key_dim, dtype)
+        for kernel, launch in tile.launches.items():
+            assert triton.fault(spec.configuration(kernel, launch, tile.chunk, key_dim)) is None
 
 
 @pytest.mark.parametrize(

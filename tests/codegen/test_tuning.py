@@ -158,6 +158,7 @@ def test_shared_memory_bounds_the_stages():
 def test_the_familys_own_launches_fit_in_every_dtype(member, backend, widths):
     spec, device = load_specs()[member], load_backend(backend)
     tile = spec.tile(device, widths[0])
+    assert spec.tile(device, widths[0], "float32").chunk == tile.chunk
     table = launch_table(spec, device, *widths, tile, None)
     assert table.keys() == set(spec.dtypes)
     for dtype, kernels in table.items():
@@ -166,7 +167,6 @@ def test_the_familys_own_launches_fit_in_every_dtype(member, backend, widths):
         for kernel, ((_, x),) in kernels.items():
             assert room.refusal(kernel, x, tile.chunk) is None
             assert x.num_stages <= tile.launches[kernel].num_stages
-            assert x.num_warps == tile.launches[kernel].num_warps
 
 
 def test_stages_are_given_up_one_by_one_where_shared_memory_ends():
@@ -180,13 +180,18 @@ def test_stages_are_given_up_one_by_one_where_shared_memory_ends():
         for width in (64, 128, 256)
     }
     assert stages == {
-        ("float32", 64): 2,  # 90 112 bytes
-        ("float32", 128): 1,  # 139 264
+        ("float32", 64): 1,  # given so: no tensor cores to be fed
+        ("float32", 128): 1,
         ("float32", 256): 1,
         ("bfloat16", 64): 3,
-        ("bfloat16", 128): 3,  # 69 632
+        ("bfloat16", 128): 3,  # 69 632 bytes
         ("bfloat16", 256): 1,  # 118 784
     }
+    pipelined = Launch(block=32, num_warps=4, num_stages=3)
+    wide = space("gated_delta_rule", dtype="float32")
+    assert wide.fitted("_recur", pipelined, 64).num_stages == 1  # 139 264
+    narrow = space("gated_delta_rule", key_dim=64, dtype="float32")
+    assert narrow.fitted("_recur", pipelined, 64).num_stages == 2  # 90 112
 
 
 def test_candidates_are_tens_and_nearest_first():
