@@ -204,8 +204,8 @@ MUTATIONS = [
     ),
     change(
         "gate's gradient ends before its own token",
-        "gradients = [between(r - 1, CHUNK), ",
-        "gradients = [between(r, CHUNK), ",
+        "from_row, before = between(r - 1, CHUNK), ",
+        "from_row, before = between(r, CHUNK), ",
         "last state without a gradient",
         member="gla",
     ),
