@@ -178,14 +178,14 @@ def test_gradients_without_a_gate_go_to_their_own_inputs(kernels, member):
     assert {n for n in got if n != "o"} == {f"d{n}" for n in (*load_specs()[member].inputs, "h0")}
 
 
-RETURNED = "    return o.view(v.shape).to(v.dtype), ht.float()\n"
+RETURNED = "    return o.view(v.shape).to(v.dtype), ht\n"
 
 
 def test_a_kernel_that_writes_half_of_its_output_is_refused(tmp_path):
     # triton#9230: each of two candidates wrote a half, together they hid that neither is complete.
     half = (
         "    half = torch.empty_like(v)\n    half[..., ::2] = o.view(v.shape)[..., ::2]\n"
-        "    return half, ht.float()\n"
+        "    return half, ht\n"
     )
     wrong = subject(tmp_path, "gla", (RETURNED, half))
     assert failed(run_on(wrong, "cpu", cases=["usual"], dtypes=["float32"]))
