@@ -213,26 +213,20 @@ def test_a_gate_that_does_not_fit_is_refused(tmp_path, change, message):
 # --- transformers -----------------------------------------------------------------------------
 
 
-def test_matches_kimi_linear(tmp_path):
-    form = form_of(tmp_path, "kda")
-    given = arguments(form.spec, form.widths, (70,), batch=2, heads=2, value_heads=2)
+@pytest.mark.parametrize(
+    ("member", "modules_own", "value_heads"),
+    [
+        ("kda", chunk_kimi_delta_attention, 2),
+        ("gated_delta_rule", torch_chunk_gated_delta_rule, 4),
+    ],
+    ids=["kimi_linear", "qwen3_next"],
+)
+def test_matches_the_function_of_the_module(tmp_path, member, modules_own, value_heads):
+    form = form_of(tmp_path, member)
+    given = arguments(form.spec, form.widths, (70,), batch=2, heads=2, value_heads=value_heads)
 
     def theirs(q, k, v, **others):
-        return chunk_kimi_delta_attention(
-            q, k, v, **others, output_final_state=True, use_qk_l2norm_in_kernel=True
-        )
-
-    assert_the_same(form, theirs, given, use_qk_l2norm_in_kernel=True)
-
-
-def test_matches_qwen3_next(tmp_path):
-    form = form_of(tmp_path, "gated_delta_rule")
-    given = arguments(form.spec, form.widths, (70,), batch=2, heads=2, value_heads=4)
-
-    def theirs(q, k, v, **others):
-        return torch_chunk_gated_delta_rule(
-            q, k, v, **others, output_final_state=True, use_qk_l2norm_in_kernel=True
-        )
+        return modules_own(q, k, v, **others, output_final_state=True, use_qk_l2norm_in_kernel=True)
 
     assert_the_same(form, theirs, given, use_qk_l2norm_in_kernel=True)
 
