@@ -226,6 +226,9 @@ def _delta_rule(module: nn.Module, config: GenericConfig, out: nn.Linear) -> Mix
         "qk_l2norm": True,  # part of both operators as they are published
         "conv_kernel_size": _conv_taps(module),
     }
+    bound = config.section("linear_attn_config").get("gate_lower_bound")
+    if isinstance(bound, int | float):
+        attributes["gate_lower_bound"] = float(bound)
     if per_channel:
         return Mixer("kda", "kda", attributes)
     return Mixer("gated_delta_net", "gated_delta_rule", attributes)
