@@ -36,6 +36,8 @@ class Tile:
     """Chunks prepared in parallel, then walked; or one launch for both."""
     launches: dict[str, Launch]
     """By kernel of the rendered module."""
+    keep: bool = False
+    """The backward reads what the forward computed, instead of computing it again."""
 
 
 @document

@@ -63,6 +63,8 @@ class Record:
     strategy: Literal["split", "fused"]
     classes: list[Class]
     tried: int
+    keep: bool = False
+    """As `Tile.keep`."""
     refused: list[Refused] = field(default_factory=list)
 
 
@@ -216,7 +218,9 @@ def launch_rows(record: Record) -> dict[str, Rows]:
 def tile_of(record: Record, programs: int, tokens: int = 8192) -> Tile:
     """The record's tile for so many programs."""
     launches = nearest_class(record, programs, tokens).launches
-    return Tile(chunk=record.chunk, strategy=record.strategy, launches=launches)
+    return Tile(
+        chunk=record.chunk, strategy=record.strategy, launches=launches, keep=record.keep
+    )
 
 
 def launch_table(

@@ -222,5 +222,6 @@ def search(bench: Proving, device_name: str, **options) -> Record:
         strategy=best[0].strategy,
         classes=classes,
         tried=len(searched.measured) + len(searched.refused),
+        keep=best[0].keep,
         refused=[Refused(tile=t, reason=r) for t, r in searched.refused.items()],
     )
