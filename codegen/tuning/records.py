@@ -218,9 +218,7 @@ def launch_rows(record: Record) -> dict[str, Rows]:
 def tile_of(record: Record, programs: int, tokens: int = 8192) -> Tile:
     """The record's tile for so many programs."""
     launches = nearest_class(record, programs, tokens).launches
-    return Tile(
-        chunk=record.chunk, strategy=record.strategy, launches=launches, keep=record.keep
-    )
+    return Tile(chunk=record.chunk, strategy=record.strategy, launches=launches, keep=record.keep)
 
 
 def launch_table(

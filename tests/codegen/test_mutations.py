@@ -18,6 +18,8 @@ class Mutation:
     cases: tuple[str, ...] = ("usual",)
     member: str = "gated_delta_rule"
     widths: tuple[int, int] = (16, 16)
+    backend: str = "cpu"
+    """Whose tile is taken; the interpreter's own has chunks of one block of rows."""
 
 
 def change(name: str, old: str, new: str, *cases: str, **others) -> Mutation:
@@ -28,8 +30,9 @@ STORE = "mask = (r < left)[:, None] & (col < WIDTH)[None, :]\n    at = ptr"
 CARRY = "h = tl.dot(tl.trans(k_gated), v, h * decay,"
 CARRY_BACK = "dh = tl.dot(tl.trans(q_gated), do, dh * decay,"
 SEEN = "a_qk = tl.where(rr > ii, a_qk, tl.where(rr == ii, diagonal[:, None], 0.0))"
-NORM = "q_factor = tl.rsqrt(tl.sum(q_row * q_row, 1) + 1e-6) * scale"
-BOTH = "        for exact in (False, True):\n            "
+SCALE = "q_factor = tl.full([BT], 1.0, tl.float32) * scale"
+NORM = "q_factor *= tl.rsqrt(tl.sum(qq, 1) + 1e-6)"
+BOTH = "        for exact in _passes(q.dtype, gate):\n            "
 MUTATIONS = [
     change("decay dropped", CARRY, CARRY.replace("h * decay", "h"), "one token"),
     change(
@@ -60,8 +63,8 @@ MUTATIONS = [
     ),
     change(
         "chunks counted from the total",
-        "length // CHUNK + bounds.numel() - 1",
-        "length // CHUNK + 1",
+        "return length // CHUNK + sequences",
+        "return length // CHUNK + 1",
         "packed, few",
     ),
     change(
@@ -80,7 +83,7 @@ MUTATIONS = [
         "state carried over a split",
     ),
     change("initial state not read", "if h0_ptr is not None:", "if h0_ptr is None:", "one token"),
-    change("scale forgotten", NORM, NORM.removesuffix(" * scale"), "one token"),
+    change("scale forgotten", SCALE, SCALE.removesuffix(" * scale"), "one token"),
     change("norm without its small number", NORM, NORM.replace("1e-6", "1e-12"), "inputs of 1e-3"),
     change(
         "value heads read the wrong key head",
@@ -155,31 +158,76 @@ MUTATIONS = [
     ),
     change(
         "gradient of the gate's bias forgotten",
-        "dg, dA_log, ddt_bias = _gate_gradients(dg, g, A_log, dt_bias, lower_bound)",
-        "dg, dA_log, ddt_bias = _gate_gradients(dg, g, A_log, 0 * dt_bias, lower_bound)",
+        "tl.store(ddt_bias_ptr + pid * K + col, tl.sum(dg, 0)",
+        "tl.store(ddt_bias_ptr + pid * K + col, 0 * tl.sum(dg, 0)",
         "raw gates",
+        member="kda",
+    ),
+    change(
+        "gate's bias of the first head for all",
+        "tl.load(dt_bias_ptr + hv * WIDTH + col,",
+        "tl.load(dt_bias_ptr + 0 * hv + col + 1,",
+        "raw gates",
+        member="kda",
+    ),
+    change(
+        "rows past the sequence decay",
+        "g = tl.where(inside, g, 0.0)",
+        "g = tl.where(inside, g, -1.0)",
+        "raw gates above -5",
+        member="kda",
+    ),
+    change(
+        "rows past the sequence have a gradient",
+        "dg = tl.where(inside, dg, 0.0)",
+        "dg = dg + 0 * inside",
+        "raw gates above -5",
         member="kda",
     ),
     change(
         "strong gates left to the usual pass",
         BOTH + "_prepare[",
-        BOTH.replace(" True", "") + "_prepare[",
+        BOTH.replace("_passes(q.dtype, gate)", "(False,)") + "_prepare[",
         "hard resets",
         member="kda",
     ),
     change(
         "gradients of strong gates left to the usual pass",
         BOTH + "_gradients[",
-        BOTH.replace(" True", "") + "_gradients[",
+        BOTH.replace("_passes(q.dtype, gate)", "(False,)") + "_gradients[",
         "hard resets",
         member="kda",
     ),
     change(
         "strong gates not marked",
-        "(tl.max(reach, 0) > FAR).to(tl.int8)",
-        "(tl.max(reach, 0) > 1e9).to(tl.int8)",
+        "(tl.min(reach, 0) < -FAR).to(tl.int8)",
+        "(tl.min(reach, 0) < -1e9).to(tl.int8)",
         "hard resets",
         member="kda",
+    ),
+    change(
+        "columns relative to the first block for all rows",
+        "(_sum_matrix(sums_ptr, 4 + LEVELS + part, BT),)",
+        "(_sum_matrix(sums_ptr, 4 + LEVELS, BT),)",
+        "state carried over a split",
+        member="kda",
+        backend="h200",
+    ),
+    change(
+        "gradients by the factors of the first block for all rows",
+        "e_back = tl.exp2(_sums(_sum_matrix(sums_ptr, 4 + LEVELS + part, BT)",
+        "e_back = tl.exp2(_sums(_sum_matrix(sums_ptr, 4 + LEVELS, BT)",
+        "state carried over a split",
+        member="kda",
+        backend="h200",
+    ),
+    change(
+        "what is kept in another order",
+        "out = dict(zip(PREPARED + STATES, kept, strict=True))",
+        "out = dict(zip(PREPARED[1::-1] + PREPARED[2:] + STATES, kept, strict=True))",
+        "one token",
+        member="gla",
+        backend="h200",
     ),
     change(
         "decays of a pair of blocks up to its end",
@@ -238,20 +286,20 @@ MUTATIONS = [
     ),
     change(
         "diagonal's gradient dropped",
-        "dq = diagonal * k",
-        "dq = 0.0 * k",
+        "dq += diagonal * k",
+        "dq += 0.0 * k",
         "one token",
         member="simple_gla",
     ),
     change(
         "gradient of q sees its own token twice",
-        "below = r[:, None] > r[None, :]",
-        "below = r[:, None] >= r[None, :] - 1",
+        "d_qk = tl.where(rr > ii, d_qk, 0.0)",
+        "d_qk = tl.where(rr >= ii - 1, d_qk, 0.0)",
         "last state without a gradient",
         member="linear_attention",
     ),
 ]
-RIGHT = sorted({(m.member, m.widths, case) for m in MUTATIONS for case in m.cases})
+RIGHT = sorted({(m.member, m.widths, m.backend, case) for m in MUTATIONS for case in m.cases})
 
 
 @pytest.fixture(scope="module")
@@ -266,7 +314,8 @@ def forks(tmp_path_factory):
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
 def test_a_wrong_kernel_is_refused(mutation, forks, tmp_path):
-    wrong = subject(tmp_path, mutation.member, *mutation.changes, widths=mutation.widths)
+    kind = {"widths": mutation.widths, "backend": mutation.backend}
+    wrong = subject(tmp_path, mutation.member, *mutation.changes, **kind)
     gates = forks.gates(wrong, mutation.cases)
     assert failed(gates)
     # Refused for what it computes or overwrites, not because it does not run.
@@ -274,8 +323,9 @@ def test_a_wrong_kernel_is_refused(mutation, forks, tmp_path):
         assert not gate.name.startswith("accuracy") or gate.measured or gate.detail == DIED
 
 
-@pytest.mark.parametrize(("member", "widths", "case"), RIGHT)
+@pytest.mark.parametrize(("member", "widths", "backend", "case"), RIGHT)
 def test_the_right_kernel_passes_what_the_wrong_ones_are_judged_by(
-    member, widths, case, forks, tmp_path
+    member, widths, backend, case, forks, tmp_path
 ):
-    assert not failed(forks.gates(subject(tmp_path, member, widths=widths), (case,)))
+    right = subject(tmp_path, member, widths=widths, backend=backend)
+    assert not failed(forks.gates(right, (case,)))
