@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from dataclasses import field, replace
 from importlib import resources
 from typing import Literal
@@ -119,8 +120,8 @@ class Spec(Member):
     kind: str
     """How a backend's known faults name this kind of kernel."""
     tiles: dict[str, Tile] = field(default_factory=dict)
-    """By Triton target or `TARGET DTYPE`, all in chunks of one length for a target; `none` where
-    there is no compiler; `default` serves the others."""
+    """By Triton target, `TARGET ARCH` or `TARGET DTYPE`, all in chunks of one length for a target;
+    `none` where there is no compiler; `default` serves the others."""
     footprints: dict[str, Footprint] = field(default_factory=dict)
     """By kernel of the rendered module."""
     chunks: list[int] = field(default_factory=list)
@@ -148,24 +149,32 @@ class Spec(Member):
         known to get the usual one wrong. Faults that do not depend on it are left to the gates."""
         triton = backend.triton
         target = triton.backend if triton else "none"
-        names = (f"{target} {dtype}", target, "default")
+        arch = f"{target} {triton.arch}" if triton else "none"
+        names = (f"{target} {dtype}", arch, target, "default")
         tile = next(self.tiles[name] for name in names if name in self.tiles)
         if triton is None:
             return tile
 
-        def faulty(name: str, launch: Launch, num_warps: int) -> bool:
-            tried = replace(launch, num_warps=num_warps)
-            fault = triton.fault(self.configuration(name, tried, tile.chunk, key_dim))
-            return fault is not None and "num_warps" in fault.condition
-
         def sound(name: str, launch: Launch) -> Launch:
-            nearest = sorted(triton.num_warps, key=lambda n: (abs(n - launch.num_warps), -n))
-            return next(
-                (replace(launch, num_warps=n) for n in nearest if not faulty(name, launch, n)),
-                launch,
-            )
+            return self.sound(backend, name, launch, tile.chunk, key_dim)
 
         return replace(tile, launches={n: sound(n, launch) for n, launch in tile.launches.items()})
+
+    def sound(
+        self, backend: Backend, kernel: str, launch: Launch, chunk: int, key_dim: int
+    ) -> Launch:
+        """The launch, with the nearest number of warps without a known fault that depends on it."""
+        triton = backend.triton
+        if triton is None:
+            return launch
+
+        def faulty(num_warps: int) -> bool:
+            tried = replace(launch, num_warps=num_warps)
+            fault = triton.fault(self.configuration(kernel, tried, chunk, key_dim))
+            return fault is not None and "num_warps" in fault.condition
+
+        nearest = sorted(triton.num_warps, key=lambda n: (abs(math.log2(n / launch.num_warps)), -n))
+        return next((replace(launch, num_warps=n) for n in nearest if not faulty(n)), launch)
 
     def configuration(
         self, kernel: str, launch: Launch, chunk: int, key_dim: int
