@@ -188,6 +188,7 @@ class Spec(Member):
             "family": self.kind,
             "gate": self.decay,
             "chunk": chunk,
+            "block": launch.block,
             "block_k": width if whole else min(launch.block, width),
             "num_warps": launch.num_warps,
             "num_stages": launch.num_stages,
