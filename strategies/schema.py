@@ -106,6 +106,10 @@ class StepTime:
     all_to_all: float
     optimizer: float
     overhead: float
+    tensor_parallel: float = 0.0
+    context_parallel: float = 0.0
+    pipeline: float = 0.0
+    """Bubble of the schedule and what stages send one another."""
 
 
 @document
@@ -117,8 +121,12 @@ class Predicted:
     oom_probability: float
     lower_bound_seconds: float
     optimality_gap: float
-    """(step_seconds - lower_bound_seconds) / step_seconds. The search is exhaustive, so no other
-    plan of its space is faster; the bound is arithmetic alone, which no plan at all can beat."""
+    """(step_seconds - lower_bound_seconds) / step_seconds. The bound holds for every plan of the
+    space and is known before any is priced; the search then proves that none of them is faster."""
+    step_seconds_interval: tuple[float, float] | None = None
+    """In which the measured step lies four times in five, by the back-test's errors."""
+    memory_gib_interval: tuple[float, float] | None = None
+    """The same for the peak."""
 
 
 @document
@@ -129,6 +137,37 @@ class Alternative:
     activation_checkpointing: str
     step_seconds: float
     memory_gib: float
+    settings: dict[str, str | int | float | bool] = field(default_factory=dict)
+    """What else differs from the plan: key of Plan -> value."""
+    predicted: Predicted | None = None
+    runnable: bool = True
+    missing: list[str] = field(default_factory=list)
+    """What it needs and the runtime lacks."""
+
+
+@document
+class Cell:
+    """The best runnable plan with this EP and micro-batch; the leanest where none fits."""
+
+    ep: int
+    micro_batch_size: int
+    fits: bool
+    step_seconds: float
+    tokens_per_second_per_device: float
+    memory_gib: float
+    oom_probability: float
+
+
+@document
+class Searched:
+    """How the space was gone through; the counts are of plans."""
+
+    plans: int
+    priced: int
+    too_large: int
+    """Left out because a lower bound of their memory is above what the device has."""
+    too_slow: int
+    """Left out because a lower bound of their time is above the best plan's."""
 
 
 @document
@@ -149,15 +188,28 @@ class Plan:
     micro_batch_size: int
     sequence_length: int
     gradient_accumulation: int
-    activation_checkpointing: Literal["none", "full"]
+    virtual_stages: int = 1
+    """Chunks of layers that a pipeline stage holds."""
+    activation_checkpointing: Literal["none", "selective", "full"]
     reshard_after_forward: bool
-    expert_weight_format: Literal["bf16", "fp32", "mxfp4"]
+    expert_weight_format: Literal["bf16", "fp32", "mxfp4", "fp8"]
     compute_dtype: Literal["bfloat16", "float32"]
-    dispatcher: Literal["none", "all_to_all", "all_gather"]
+    dispatcher: Literal["none", "all_to_all", "hierarchical", "all_gather"]
     capacity: Capacity = field(default_factory=Capacity)
+    offload_optimizer: bool = False
+    runnable: bool = True
+    missing: list[str] = field(default_factory=list)
+    """What the plan needs and the runtime lacks; only plans that were asked for have any."""
+    idle_devices: int = 0
+    """Of the cluster, left out because fewer are faster."""
     predicted: Predicted
     alternatives: list[Alternative] = field(default_factory=list)
     rejected: dict[str, int] = field(default_factory=dict)
+    families: dict[str, str] = field(default_factory=dict)
+    """Family of plans that was not chosen, e.g. `EP 8` -> the limit that binds it."""
+    survey: list[Cell] = field(default_factory=list)
+    """Every EP and micro-batch that was priced."""
+    searched: Searched | None = None
     explanation: list[str] = field(default_factory=list)
     origins: dict[str, str] = field(default_factory=dict)
     """Where the rates came from: quantity -> `spec`, `measured`, `note`, `default`."""
