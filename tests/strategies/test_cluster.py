@@ -106,12 +106,18 @@ BAD = {
     "absurd size": (changed("tiers.1.size", 10**9), "tiers[1].size: must be <= 1000000"),
     "too many devices": (changed("tiers.1.size", 10**6), "makes 8,000,000 devices"),
     "two tiers of one name": (changed("tiers.1.name", "node"), "'node' is there twice"),
-    "unknown fabric": (changed("tiers.0.fabric.kind", "mesh"), "'mesh' is not known (one of: "),
+    "unknown fabric": (
+        changed("tiers.0.fabric.kind", "mesh"),
+        "'mesh' is not known (did you mean 'fullmesh'? one of: ",
+    ),
     "unknown device": (
         changed("device", "h20"),
         "device: 'h20' is not a known backend (did you mean 'h200'?",
     ),
-    "device far from any": (changed("device", "toaster"), "(one of: ascend-910c, b200, cpu"),
+    "device far from any": (
+        changed("device", "toaster"),
+        "'toaster' is not a known backend (one of: ",
+    ),
     "version of the future": (changed("version", 2), "version: 2 is not known (one of: 1)"),
     "a name of two lines": (changed("name", "a\nb"), "name: 'a\\nb' is not a name (use letters"),
     "hostlist too short": (
@@ -152,16 +158,16 @@ BAD = {
         {**GOOD, "device_overrides": {"reserved_gib": 200}},
         "device_overrides.reserved_gib: 200 GiB reserved of 140.4 GiB leaves nothing",
     ),
-    "broken yaml": ("version: 1\nname: [x\n", "line 3: broken YAML"),
-    "tabs": ("version: 1\n\tname: x\n", "line 2: broken YAML"),
-    "key twice": ("version: 1\nname: x\nname: y\n", "line 3: broken YAML: the key 'name' is there"),
+    "broken yaml": ("version: 1\nname: [x\n", ":3: broken YAML"),
+    "tabs": ("version: 1\n\tname: x\n", ":2: broken YAML"),
+    "key twice": ("version: 1\nname: x\nname: y\n", ":3: broken YAML: the key 'name' is there"),
     "empty file": ("", "is empty (describe the cluster"),
     "only a comment": ("# later\n", "is empty"),
     "a list": ("- 1\n- 2\n", "must be a mapping of keys, found a list"),
     "a word": ("hello", "must be a mapping of keys, found a str"),
     "alias bomb": (
         "a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]\n",
-        "line 2: broken YAML: aliases are not accepted",
+        ":1: broken YAML: anchors and aliases are not accepted",
     ),
     "python object": ("!!python/object/apply:os.getcwd []", "broken YAML"),
     "too deep": ("[" * 20000, "broken YAML"),
@@ -176,7 +182,7 @@ def test_a_bad_topology_is_one_clear_line(tmp_path, name):
     with pytest.raises(InputError) as caught:
         load_cluster(path)
     message = str(caught.value)
-    assert message.startswith(f"{path}: ")
+    assert message.startswith(f"{path}:")
     assert expected in message
     assert "\n" not in message
     assert caught.value.exit_status == 2
@@ -258,7 +264,7 @@ def test_any_value_in_any_place_is_read_or_refused(tmp_path_factory, place, valu
     except InputError as e:
         refusal = str(e)
     if refusal is not None:
-        assert refusal.startswith(f"{path}: ")
+        assert refusal.startswith(f"{path}:")
         assert "\n" not in refusal
 
 

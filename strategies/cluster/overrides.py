@@ -1,0 +1,135 @@
+"""Degraded and missing parts: which tiers they slow, and what is left without them."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from strategies.cluster.hostlist import compress_hostlist
+from strategies.cluster.model import Cluster, Tier, slowed, stretched
+from strategies.cluster.uniform import largest_uniform
+
+if TYPE_CHECKING:
+    from strategies.cluster.reading import YamlFile
+    from strategies.cluster.schema import OverrideEntry
+
+DEVICE_WORDS = ("gpu", "npu", "device")
+FORMS = "match a node or a part of one: gpu07, gpu07/*, gpu07/gpu3, gpu07/nic3"
+
+
+@dataclass
+class _Faults:
+    scales: list[float]
+    """Of each tier."""
+    devices: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    """Devices that are down, by node."""
+    nics: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+
+
+def apply_overrides(yaml: YamlFile, overrides: list[OverrideEntry], cluster: Cluster) -> Cluster:
+    """The cluster as its degraded parts leave it.
+
+    A slow NIC slows every tier that NICs serve, a slow device or node every tier: a collective
+    runs at the pace of its slowest member. Of R NICs with d down, one carries the traffic of
+    ceil(R / (R - d)) devices; a node without any is down. Around what is down the largest even
+    part of the cluster is used.
+    """
+    faults = _Faults([1.0] * len(cluster.tiers))
+    for i, override in enumerate(overrides):
+        _note(yaml, i, override, cluster, faults)
+    nics = _nics(cluster)
+    for node, down in faults.nics.items():
+        if len(down) == nics:
+            faults.devices[node] = set(range(cluster.devices_per_node))
+        else:
+            _slow(faults, _nic_tiers(cluster), 1 / math.ceil(nics / (nics - len(down))))
+    if min(faults.scales) < 1:
+        tiers = tuple(slowed(t, s) for t, s in zip(cluster.tiers, faults.scales, strict=True))
+        measured = tuple(stretched(c, min(faults.scales[: c.within + 1])) for c in cluster.measured)
+        cluster = replace(cluster, tiers=tiers, measured=measured)
+    return _without(yaml, cluster, faults) if faults.devices else cluster
+
+
+def _note(
+    yaml: YamlFile, index: int, override: OverrideEntry, cluster: Cluster, faults: _Faults
+) -> None:
+    node_pattern, _, part = override.match.partition("/")
+    at = ("overrides", index)
+    nodes = [i for i, n in enumerate(cluster.node_names) if fnmatchcase(n, node_pattern)]
+    if not nodes:
+        fault = f"'{override.match}' matches no node"
+        fix = "match a name of nodes.names, e.g. gpu07/nic3"
+        raise yaml.error((*at, "match"), fault=fault, fix=fix)
+    if override.down and override.bw_scale is not None:
+        raise yaml.error(at, fault="what is down has no bw_scale", fix="remove one of the two")
+    if not override.down and override.bw_scale is None:
+        raise yaml.error(at, fault="says nothing", fix="add bw_scale: 0.5 or down: true")
+    whole = part in ("", "*")
+    kind = "nic" if part.startswith("nic") else "device"
+    count = _nics(cluster) if kind == "nic" else cluster.devices_per_node
+    words = ("nic",) if kind == "nic" else DEVICE_WORDS
+    parts = {n for n in range(count) if any(fnmatchcase(f"{w}{n}", part) for w in words)}
+    if not whole and not parts:
+        fault = f"'{part}' matches no part of a node of {count} {kind}s"
+        raise yaml.error((*at, "match"), fault=fault, fix=FORMS)
+    if override.bw_scale is not None:
+        tiers = _nic_tiers(cluster) if kind == "nic" else range(len(cluster.tiers))
+        _slow(faults, tiers, override.bw_scale)
+        return
+    missing = faults.nics if kind == "nic" else faults.devices
+    for node in nodes:
+        missing[node] |= set(range(count)) if whole else parts
+
+
+def _nics(cluster: Cluster) -> int:
+    """NICs of a node: one a rail, or one a device where the file names no rails."""
+    return next((t.fabric.rails for t in cluster.tiers if t.fabric.rails), None) or (
+        cluster.devices_per_node
+    )
+
+
+def _nic_tiers(cluster: Cluster) -> list[int]:
+    """The tiers with rails, or all above the node where none has them."""
+    railed = [i for i, t in enumerate(cluster.tiers) if i and t.fabric.rails]
+    return railed or list(range(1, len(cluster.tiers)))
+
+
+def _slow(faults: _Faults, tiers, scale: float) -> None:
+    for i in tiers:
+        faults.scales[i] = min(faults.scales[i], scale)
+
+
+def _without(yaml: YamlFile, cluster: Cluster, faults: _Faults) -> Cluster:
+    """The largest even part without the devices that are down."""
+    per_node = cluster.devices_per_node
+    devices = [per_node - len(faults.devices.get(i, ())) for i in range(cluster.nodes)]
+    spans = [t.devices // per_node for t in cluster.tiers]
+    parents = [
+        [i // t.size for i in range(cluster.nodes // span)]
+        for span, t in zip(spans, cluster.tiers[1:], strict=False)
+    ]
+    left = largest_uniform(devices, parents)
+    if left is None:
+        raise yaml.error(("overrides",), fault="leave no device", fix="bring a node back up")
+    tiers: list[Tier] = []
+    total = 1
+    for tier, size in zip(cluster.tiers, left.sizes, strict=True):
+        total *= size
+        tiers.append(replace(tier, size=size, devices=total))
+    names = tuple(cluster.node_names[i] for i in left.nodes)
+    lost = [cluster.node_names[i] for i in sorted(faults.devices)]
+    shape = " x ".join(str(s) for s in left.sizes)
+    note = (
+        f"{total} of {cluster.world_size} devices are used, as {shape}: "
+        f"{', '.join(compress_hostlist(lost))} have devices that are down"
+    )
+    return replace(
+        cluster,
+        tiers=tuple(tiers),
+        node_names=names,
+        hostlist=tuple(compress_hostlist(names)),
+        notes=(*cluster.notes, note),
+    )
