@@ -47,6 +47,10 @@ class Candidates:
     """Index in `EXPERT_FORMATS`: how frozen routed experts lie in memory."""
     capacity_factor: Column
     """Tokens an expert takes at most, as a multiple of the mean; infinite without a limit."""
+    reroute: Column
+    """What exceeds an expert's capacity goes to the next best with room instead of nowhere."""
+    expert_copies: Column
+    """Slots of each expert-parallel rank that hold copies of the most loaded experts."""
     offload: Column
     """Optimizer states in host memory."""
 
@@ -97,6 +101,8 @@ DEFAULTS: Mapping[str, Any] = {
     "dispatcher": 0,
     "expert_format": 0,
     "capacity_factor": np.inf,
+    "reroute": False,
+    "expert_copies": 0,
     "offload": False,
 }
 

@@ -90,7 +90,10 @@ class Backend:
     memory_gbps: Fact
     """GB/s (1e9 bytes), read plus written."""
     matmul_tflops: dict[str, Fact]
-    """Achievable dense rate by dtype (`bfloat16`, `float32`)."""
+    """Achievable dense rate by dtype: `bfloat16`, `float32`, and `float8`, `mxfloat8`, `nvfloat4`
+    where the device multiplies them."""
+    processors: Fact | None = None
+    """Units that the tiles of one matrix product are spread over: streaming multiprocessors."""
     launch_overhead_us: Fact
     training_dtype: Literal["bfloat16", "float32"]
     triton: TritonTarget | None
@@ -99,6 +102,31 @@ class Backend:
     native: dict[str, str]
     """Operator name -> what serves it natively there."""
     notes: list[str] = field(default_factory=list)
+
+
+@document
+class Link:
+    """How one device is joined to others; rates in one direction for each device."""
+
+    kind: Literal["switch", "clos", "fullmesh"]
+    gbps: Fact
+    """GB/s (1e9), all links of the device together."""
+    link_gbps: Fact | None = None
+    """Of one of the links, where they can be counted."""
+    latency_us: Fact
+    efficiency: Fact
+    """Share of the nominal rate that collectives reach."""
+
+
+@document
+class Links:
+    """The usual machine around a device: what an imported topology does not say of it."""
+
+    devices_per_node: int
+    domain: int
+    """Devices that the scale-up fabric can join."""
+    scale_up: Link
+    scale_out: Link
 
 
 def backend_names() -> list[str]:
@@ -111,10 +139,24 @@ def backend_names() -> list[str]:
 @functools.cache
 def load_backend(name: str) -> Backend:
     """The backend of that name. Raises InputError that lists the known ones."""
+    data = {key: value for key, value in _read(name).items() if key != "links"}
+    return from_data(Backend, data, f"analyzers/backends/{name}.yaml")
+
+
+@functools.cache
+def load_links(name: str) -> Links | None:
+    """How that backend's devices are joined; None where its file does not say. No part of the
+    `Backend`: generated kernels do not depend on it. Raises InputError as `load_backend`."""
+    data = _read(name).get("links")
+    where = f"analyzers/backends/{name}.yaml"
+    return None if data is None else from_data(Links, data, where)
+
+
+def _read(name: str) -> dict:
     import yaml
 
     if name not in backend_names():
         known = ", ".join(backend_names())
         raise InputError("backend", fault=f"'{name}' is not known", fix=f"one of: {known}")
     text = (resources.files("analyzers.backends") / f"{name}.yaml").read_text(encoding="utf-8")
-    return from_data(Backend, yaml.safe_load(text), f"analyzers/backends/{name}.yaml")
+    return yaml.safe_load(text)
