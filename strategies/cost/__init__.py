@@ -1,9 +1,10 @@
 """What a plan costs in seconds and in bytes."""
 
+from strategies.cost.bounds import memory_bound, time_bound
 from strategies.cost.compute import PEAK_SHARE
 from strategies.cost.constants import Constants, Deviations, load_constants, load_deviations
 from strategies.cost.memory import GIB, Bytes
-from strategies.cost.model import Costs, Seconds, evaluate, memory_bound, time_bound
+from strategies.cost.model import Costs, Seconds, evaluate
 from strategies.cost.scalar import (
     Rates,
     distinct_destinations,

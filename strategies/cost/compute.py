@@ -248,24 +248,3 @@ def head_seconds(work: Workload, c: Candidates, known: Rates, k: Constants) -> C
     products = 3 if work.training == "full" else 2
     loss = tokens * work.vocab_size / c.tp * LOSS_BYTES * size / (known.bandwidth * k.memory_share)
     return products * once + loss
-
-
-def least_flops(work: Workload, c: Candidates) -> tuple[Column, Column]:
-    """FLOPs of one micro-batch on one device that no plan avoids: of a layer's products in the
-    job's precision, summed over the layers, and of the rest."""
-    products = rest = np.zeros(len(c))
-    passes = 3 if work.training == "full" else 2
-    share = c.micro_batch_size / (c.cp * c.tp)
-    tokens = c.tokens / c.tp
-    for kind in work.kinds:
-        for part in kind.works:
-            if part.name in ("vision", "embedding", "router"):
-                continue
-            flops = part.visits * sum(g.flops for g in part.gemms)
-            if part.name == "routed_experts":
-                flops = flops * (1 - routed(work, c).dropped)
-            products = products + kind.layers * passes * flops * tokens
-            core = causal(part.core, c.sequence_length)
-            core = core + causal(part.core_backward, c.sequence_length)
-            rest = rest + kind.layers * share * core
-    return products, rest

@@ -26,12 +26,11 @@ from strategies.cost.compute import (
     Rates,
     block_passes,
     head_seconds,
-    least_flops,
     rates,
     routed,
 )
 from strategies.cost.constants import Constants, Deviations, load_constants, load_deviations
-from strategies.cost.memory import GIB, Bytes, memory, owned_parameters, resident
+from strategies.cost.memory import GIB, Bytes, memory, owned_parameters
 from strategies.cost.stages import Stages, stages
 
 if TYPE_CHECKING:
@@ -81,16 +80,19 @@ class Costs:
         return self.memory.peak
 
     @property
+    def transient(self) -> Column:
+        """Of the peak, all but resident state and runtime: what is predicted less closely."""
+        return self.peak - self.memory.state - self.memory.reserved
+
+    @property
     def oom_probability(self) -> Column:
         """Chance that the real peak exceeds the capacity.
 
         The real peak is taken as normal around the predicted one, with independent relative errors
         of the resident state and of the rest.
         """
-        known = self.memory.state + self.memory.reserved
-        rest = self.peak - known
-        d = self.deviations
-        deviation = np.hypot(d.state * known, d.transient * rest)
+        d, rest = self.deviations, self.transient
+        deviation = np.hypot(d.state * (self.peak - rest), d.transient * rest)
         return _above(self.peak, deviation, self.capacity)
 
 
@@ -213,7 +215,7 @@ def _seconds(
     body = share * sums["compute"] + others + gather + reduce
     last = body * (placed.last_share / share) + head
     slowest = np.where(c.pp > 1, np.maximum(body, last), body + head)
-    sends = _sends(work, c, cluster, size)
+    sent = sends(work, c, cluster, size)
     bubble = m * (slowest - body - np.where(c.pp > 1, 0.0, head)) + placed.bubble * slowest
     owned = owned_parameters(work, c, placed)
     state = work.state
@@ -228,12 +230,12 @@ def _seconds(
         all_to_all=m * share * sums["swap"],
         tensor_parallel=m * share * sums["tensor"],
         context_parallel=m * share * sums["context"],
-        pipeline=bubble + sends,
+        pipeline=bubble + sent,
         optimizer=update,
     )
 
 
-def _sends(work: Workload, c: Candidates, cluster: Cluster, size: int) -> Column:
+def sends(work: Workload, c: Candidates, cluster: Cluster, size: int) -> Column:
     """Hidden states between stages: each hop of filling and draining the pipeline is waited for,
     and with one chunk a stage so is each micro-batch's; chunks hide theirs behind one another."""
     if not np.any(c.pp > 1):
@@ -242,26 +244,3 @@ def _sends(work: Workload, c: Candidates, cluster: Cluster, size: int) -> Column
     once = collectives.send(cluster, states, c.dp_replicate * c.fsdp * c.tp)
     waited = 2 * (c.pp - 1) + np.where(c.virtual_stages > 1, 0, 2 * c.gradient_accumulation)
     return np.where(c.pp > 1, waited * once, 0.0)
-
-
-def time_bound(
-    work: Workload, cluster: Cluster, c: Candidates, constants: Constants | None = None
-) -> Column:
-    """Seconds that no row can beat: its arithmetic at full rates, no recomputation, no traffic.
-
-    Every term of `evaluate` that it leaves out is positive and every rate is at most the one used
-    here, so it never exceeds `evaluate(...).seconds`.
-    """
-    k = constants or load_constants()
-    known = rates(cluster.device, work.precision)
-    products, rest = least_flops(work, c)
-    rate = known.matmul * k.matmul_share
-    seconds = products / rate + rest / (known.bf16_matmul * k.attention_share)
-    return c.gradient_accumulation * seconds / c.pp
-
-
-def memory_bound(work: Workload, cluster: Cluster, c: Candidates) -> Column:
-    """Bytes that no row can do without: weights, gradients, optimizer states, runtime."""
-    size = 2 if cluster.device.training_dtype == "bfloat16" else 4
-    state = np.sum(resident(work, c, size, stages(work, c)), axis=0)
-    return state + cluster.device.reserved_gib.value * GIB
