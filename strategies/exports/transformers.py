@@ -1,0 +1,138 @@
+"""transformers: `DistributedConfig`, with the arguments of its Trainer and of PEFT."""
+
+from __future__ import annotations
+
+from strategies.exports.source import Export, Source, adapted_banks, adapted_linears, refuse
+
+TARGET = "transformers 5.24"
+
+
+_BODY = """\
+from peft import LoraConfig
+from transformers.distributed import DistributedConfig
+
+DISTRIBUTED = DistributedConfig(
+{distributed}
+)
+
+SEQUENCE_LENGTH = {sequence_length}
+DTYPE = {dtype!r}
+
+# Of TrainingArguments: TrainingArguments(output_dir=..., **TRAINING).
+TRAINING = {{
+{training}
+}}
+
+LORA = LoraConfig(
+{lora}
+)
+"""
+
+
+def export(source: Source) -> Export:
+    """`transformers_plan.py`. Raises InputError for layouts that transformers cannot run."""
+    plan, job, p = source.plan, source.job, source.plan.parallelism
+    if p.cp > 1:
+        raise refuse(TARGET, "parallelism.cp", "has no context parallelism")
+    if p.pp > 1 and p.dp_replicate * p.fsdp > 1:
+        raise refuse(TARGET, "parallelism.pp", "runs no pipeline together with FSDP")
+    half = plan.compute_dtype == "bfloat16"
+    distributed = {
+        "dp_replicate_size": p.dp_replicate,
+        "fsdp_size": p.fsdp,
+        "tp_size": p.tp,
+        "pp_size": p.pp,
+        "ep_size": p.ep,
+        "ep_implementation": "all_to_all" if p.ep > 1 else "auto",
+        "fsdp_mixed_precision": half,
+    }
+    optimizer = job.optimizer
+    training = {
+        "per_device_train_batch_size": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.gradient_accumulation,
+        "activation_checkpointing": plan.activation_checkpointing != "none",
+        "bf16": half,
+        "max_steps": job.steps,
+        "save_steps": job.checkpoint_every,
+        "seed": job.seed,
+        "learning_rate": optimizer.learning_rate,
+        "adam_beta1": optimizer.betas[0],
+        "adam_beta2": optimizer.betas[1],
+        "adam_epsilon": optimizer.epsilon,
+        "weight_decay": optimizer.weight_decay,
+        "max_grad_norm": optimizer.max_grad_norm,
+        "warmup_steps": optimizer.warmup_steps,
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+    }
+    lora = {
+        "r": plan.lora.rank,
+        "lora_alpha": plan.lora.alpha,
+        "target_modules": adapted_linears(source),
+    }
+    body = _BODY.format(
+        distributed=_lines(distributed, "{}={!r},"),
+        sequence_length=plan.sequence_length,
+        dtype="bfloat16" if plan.expert_weight_format != "fp32" else "float32",
+        training=_lines(training, "{!r}: {!r},"),
+        lora=_lines(lora, "{}={!r},"),
+    )
+    return Export(
+        name="transformers_plan.py",
+        target=TARGET,
+        body=body,
+        usage=[
+            "from transformers_plan import DISTRIBUTED, DTYPE, LORA, TRAINING",
+            "model = AutoModelForCausalLM.from_pretrained(",
+            f"    {job.model!r}, distributed_config=DISTRIBUTED, dtype=DTYPE)",
+            "model = get_peft_model(model, LORA)",
+            "launch/torchrun.sh your_script.py",
+        ],
+        lost=_lost(source),
+    )
+
+
+def _lines(settings: dict[str, object], form: str) -> str:
+    return "\n".join("    " + form.format(key, value) for key, value in settings.items())
+
+
+def _lost(source: Source) -> list[str]:
+    plan, p = source.plan, source.plan.parallelism
+    lost = ["sharded adapters: PEFT adds them after sharding, so every device holds all of them"]
+    if banks := adapted_banks(source):
+        lost.append(
+            f"adapters of the routed experts ({', '.join(banks)}): PEFT rebuilds the whole product "
+            "of a bank, which does not go together with experts spread over ranks"
+        )
+    if p.ep > 1 and not _dispatches(source.analysis.model_type):
+        lost.append(
+            f"EP {p.ep} x {p.efsdp}: transformers has no plan with token dispatch for "
+            f"'{source.analysis.model_type}'; give the model's modules in DistributedConfig.ep_plan"
+        )
+    if plan.dispatcher not in ("none", "all_to_all"):
+        lost.append(f"{plan.dispatcher} dispatch: tokens travel by a plain all-to-all")
+    if plan.activation_checkpointing == "selective":
+        lost.append("selective recomputation: whole blocks are recomputed")
+    if plan.virtual_stages > 1:
+        lost.append(f"{plan.virtual_stages} chunks a pipeline stage: a stage is one run of layers")
+    if plan.offload_optimizer:
+        lost.append("optimizer states in host memory: they stay on the device")
+    if not plan.reshard_after_forward:
+        lost.append("reshard_after_forward false: experts are resharded after forward, and layers")
+    if plan.expert_weight_format not in ("bf16", "fp32"):
+        lost.append(f"experts held as {plan.expert_weight_format}: they are loaded as bfloat16")
+    if plan.capacity.factor is not None:
+        lost.append(f"capacity factor {plan.capacity.factor:g}: no token is dropped")
+    return lost
+
+
+def _dispatches(model_type: str) -> bool:
+    """Whether the model's own expert plan moves tokens, which sharding within EP needs."""
+    from transformers import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        return False
+    config = CONFIG_MAPPING[model_type]
+    kinds = [config, *getattr(config, "sub_configs", {}).values()]
+    plans = [getattr(kind, "base_model_ep_plan", None) or {} for kind in kinds]
+    return any("ep_dispatch_experts" in plan.values() for plan in plans)
