@@ -30,6 +30,16 @@ class Optimizer:
 
 
 @document
+class Routing:
+    """How tokens spread over experts: evenly, by a power law, or as measured."""
+
+    exponent: float = 0.0
+    """Load of the expert of rank i ~ i ** -exponent; 0 is even."""
+    loads: list[float] = field(default_factory=list)
+    """Tokens by expert, instead of the power law."""
+
+
+@document
 class Job:
     """What the user wants trained; written by the command line, read by every later stage."""
 
@@ -50,6 +60,10 @@ class Job:
     sequence_length: int = 4096
     global_batch_size: int | None = None
     """Sequences a step over all devices; None takes one micro-batch a device."""
+    training: Literal["lora", "full"] = "lora"
+    """`full` trains every parameter; it is planned, but nothing here trains so."""
+    routing: Routing = field(default_factory=Routing)
+    """That the planner counts with."""
     checkpoint_every: int = 20
     seed: int = 0
     fixed: dict[str, int] = field(default_factory=dict)
@@ -92,6 +106,13 @@ class Memory:
     logits: float
     dispatch: float
     reserved: float
+    """Taken by driver and runtime before the first tensor."""
+    trained_weights: float = 0.0
+    """With full fine-tuning; adapters are counted apart."""
+    communication: float = 0.0
+    """Buffers of the communication library, outside the allocator."""
+    fragmentation: float = 0.0
+    """Held by the allocator without use."""
     capacity: float
     """What the device has."""
 
@@ -196,6 +217,8 @@ class Plan:
     compute_dtype: Literal["bfloat16", "float32"]
     dispatcher: Literal["none", "all_to_all", "hierarchical", "all_gather"]
     capacity: Capacity = field(default_factory=Capacity)
+    expert_copies: int = 0
+    """Slots of each expert-parallel rank for copies of the most loaded experts."""
     offload_optimizer: bool = False
     runnable: bool = True
     missing: list[str] = field(default_factory=list)
@@ -217,4 +240,7 @@ class Plan:
     """Name of the devices' backend."""
     lora: Lora = field(default_factory=Lora)
     """The adapters that the prediction is for (the job's)."""
+    training: Literal["lora", "full"] = "lora"
+    routing: Routing = field(default_factory=Routing)
+    """That the prediction counts with (the job's)."""
     twin: Twin | None = None

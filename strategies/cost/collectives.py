@@ -16,6 +16,7 @@ import numpy as np
 
 from strategies.candidates import Column
 from strategies.cluster import Cluster, Curve, Group, members
+from strategies.cost.columns import codes_of
 
 
 @dataclass(frozen=True)
@@ -163,9 +164,13 @@ def _seconds(
 
 
 def _groups(ranks: Column, stride: Column) -> tuple[list[Group], np.ndarray]:
-    key = ranks.astype(np.int64) << 32 | stride.astype(np.int64)
-    found, codes = np.unique(key, return_inverse=True)
-    return [Group(int(k >> 32), int(k & 0xFFFFFFFF)) for k in found], codes.reshape(key.shape)
+    """The distinct groups, and which of them each row is."""
+    size, _ = codes_of(ranks)
+    apart, strides = codes_of(stride)
+    codes, count = codes_of(size * strides + apart)
+    first = np.empty(count, dtype=np.int64)
+    first[codes] = np.arange(len(codes))
+    return [Group(int(ranks[i]), int(stride[i])) for i in first], codes
 
 
 def _line(cluster: Cluster, op: str, group: Group) -> Line:

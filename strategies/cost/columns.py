@@ -25,12 +25,12 @@ def distinct(c: Candidates, names: Iterable[str]) -> tuple[Candidates, slice | n
         return c, slice(None)
     key = np.zeros(len(c), dtype=np.int64)
     for name in names:
-        codes, count = _codes(getattr(c, name))
+        codes, count = codes_of(getattr(c, name))
         if count > 1:
-            if key.max(initial=0) * count > np.iinfo(np.int64).max // 2:
-                key = _codes(key)[0]
+            if key.max() * count > np.iinfo(np.int64).max // 2:
+                key = codes_of(key)[0]
             key = key * count + codes
-    codes, count = _codes(key)
+    codes, count = codes_of(key)
     first = np.empty(count, dtype=np.int64)
     first[codes[::-1]] = np.arange(len(c) - 1, -1, -1)
     kept = set(names)
@@ -41,7 +41,7 @@ def distinct(c: Candidates, names: Iterable[str]) -> tuple[Candidates, slice | n
     return replace(c, **rows), codes
 
 
-def _codes(column: Column) -> tuple[np.ndarray, int]:
+def codes_of(column: Column) -> tuple[np.ndarray, int]:
     """Small integers that are equal where the column is, and how many there are."""
     if column.dtype == bool:
         return column.astype(np.int64), 2

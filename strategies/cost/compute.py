@@ -10,7 +10,7 @@ import numpy as np
 from analyzers.backends import Backend, Fact
 from analyzers.errors import InputError
 from strategies.candidates import EXPERT_FORMATS, RECOMPUTATION, Candidates, Column
-from strategies.cost.columns import at, causal
+from strategies.cost.columns import at, causal, distinct
 from strategies.cost.constants import Constants
 from strategies.cost.routing import device_overload, dropped_share
 
@@ -33,11 +33,6 @@ LOSS_BYTES = 14
 """Moved for a token and vocabulary entry: logits written and read as bf16, float32 log-softmax
 written and read, gradient written."""
 FULL, SELECTIVE = RECOMPUTATION.index("full"), RECOMPUTATION.index("selective")
-COMPUTE_COLUMNS = (
-    *("tp", "cp", "ep", "micro_batch_size", "sequence_length", "recomputation"),
-    *("shard_parameters", "dispatcher", "expert_format", "capacity_factor"),
-)
-"""All that this module reads of a plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,19 +106,12 @@ class Routed:
 
 def routed(work: Workload, c: Candidates) -> Routed:
     """A reroute takes the overflow to experts with room, so it drops nothing."""
-    key = np.stack([c.ep, c.capacity_factor, c.expert_copies])
-    found, codes = np.unique(key, axis=1, return_inverse=True)
-    codes = codes.reshape(-1)
-    overload = np.array(
-        [
-            device_overload(work.routing, max(work.experts, 1), int(e), f, int(s))
-            for e, f, s in found.T
-        ]
-    )
-    dropped = np.array(
-        [dropped_share(work.routing, max(work.experts, 1), f) for _, f, _ in found.T]
-    )
-    return Routed(overload=overload[codes], dropped=np.where(c.reroute, 0.0, dropped[codes]))
+    few, at_rows = distinct(c, ("ep", "capacity_factor", "expert_copies", "reroute"))
+    experts, routing = max(work.experts, 1), work.routing
+    rows = list(zip(few.ep, few.capacity_factor, few.expert_copies, few.reroute, strict=True))
+    overload = [device_overload(routing, experts, int(e), float(f), int(n)) for e, f, n, _ in rows]
+    dropped = [0.0 if r else dropped_share(routing, experts, float(f)) for _, f, _, r in rows]
+    return Routed(overload=np.array(overload)[at_rows], dropped=np.array(dropped)[at_rows])
 
 
 def block_passes(

@@ -43,8 +43,9 @@ class Bytes:
     """Columns of bytes on the fullest device."""
 
     frozen_weights: Column
+    adapters: Column
     trained_weights: Column
-    """Adapters, or with full fine-tuning the model."""
+    """With full fine-tuning."""
     gradients: Column
     optimizer: Column
     unsharded_blocks: Column
@@ -59,7 +60,8 @@ class Bytes:
 
     @property
     def state(self) -> Column:
-        return self.frozen_weights + self.trained_weights + self.gradients + self.optimizer
+        weights = self.frozen_weights + self.adapters + self.trained_weights
+        return weights + self.gradients + self.optimizer
 
     @property
     def transient(self) -> Column:
@@ -86,6 +88,7 @@ def memory(
     """The largest moments of different parts are added although they need not coincide (logits live
     when no block is recomputed), so the peak errs upwards."""
     size = 2 if device.training_dtype == "bfloat16" else 4
+    full = work.training == "full"
     frozen, trained, gradients, optimizer = resident(work, c, size, stages)
     unsharded = _unsharded(work, c, size, stages)
     activations = _activations(work, c, size, stages, load) * k.saved_share
@@ -95,7 +98,8 @@ def memory(
     communicators = np.sum([g > 1 for g in groups], axis=0)
     return Bytes(
         frozen_weights=frozen,
-        trained_weights=trained,
+        adapters=np.zeros(len(c)) if full else trained,
+        trained_weights=trained if full else np.zeros(len(c)),
         gradients=gradients,
         optimizer=optimizer,
         unsharded_blocks=unsharded,

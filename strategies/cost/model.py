@@ -11,25 +11,10 @@ from strategies.candidates import Candidates, Column
 from strategies.cluster import Cluster
 from strategies.cost import collectives
 from strategies.cost.columns import distinct
-from strategies.cost.communication import (
-    SHARD_COLUMNS,
-    context,
-    exchange,
-    permutation,
-    root_sharding,
-    sharding,
-    tensor,
-)
-from strategies.cost.compute import (
-    COMPUTE_COLUMNS,
-    FULL,
-    Rates,
-    block_passes,
-    head_seconds,
-    rates,
-    routed,
-)
+from strategies.cost.communication import exchange, root_sharding, sharding
+from strategies.cost.compute import Rates, rates, routed
 from strategies.cost.constants import Constants, Deviations, load_constants, load_deviations
+from strategies.cost.layers import MICRO_BATCH_COLUMNS, forward_passes, micro_batch
 from strategies.cost.memory import GIB, Bytes, memory, owned_parameters
 from strategies.cost.stages import Stages, stages
 
@@ -38,6 +23,11 @@ if TYPE_CHECKING:
 
 HOST_GBPS = 25.0
 """Device to host, where optimizer states are offloaded (PCIe 4 x16, the usual achieved rate)."""
+BODY_COLUMNS = (
+    *MICRO_BATCH_COLUMNS,
+    *("dp_replicate", "fsdp", "dispatcher", "reshard_after_forward"),
+)
+"""All that one micro-batch's seconds depend on, but for the stages of a pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +105,7 @@ def evaluate(
     k = constants or load_constants()
     known = rates(cluster.device, work.precision)
     placed = stages(work, c)
-    load = _expand(routed, work, c, ("ep", "capacity_factor", "expert_copies", "reroute"))
+    load = routed(work, c)
     time = _seconds(work, cluster, c, k, known, placed)
     held = memory(work, c, cluster.device, placed, k, load)
     return Costs(
@@ -127,112 +117,120 @@ def evaluate(
     )
 
 
-def _expand(function, work, c, names):
-    """Evaluates on the distinct rows of the columns that matter."""
-    few, where = distinct(c, names)
-    found = function(work, few)
-    return type(found)(**{f.name: getattr(found, f.name)[where] for f in fields(found)})
-
-
 def _seconds(
     work: Workload, cluster: Cluster, c: Candidates, k: Constants, known: Rates, placed: Stages
 ) -> Seconds:
-    """Each kind of layer is priced once and multiplied by its layers.
+    """The slowest stage's micro-batches, the schedule's bubble, and what is done once a step.
 
-    Gathers of weights hide behind a share of the layer's time, reductions of gradients behind what
-    the gathers leave of backward's; tensor-parallel and token exchanges by a share of themselves;
-    keys and values behind the attention core.
+    Without sharded parameters, gradients are reduced and weights gathered once a step, behind the
+    backward and forward pass of one micro-batch of the stage.
     """
-    size = known.dtype_bytes
-    few, at_compute = distinct(c, (*COMPUTE_COLUMNS, "expert_copies", "reroute"))
-    load = routed(work, few)
-    again = few.recomputation == FULL
-    swap = exchange(work, few, cluster, known, k, load)
-    permute = permutation(work, few, known, k, load)
-    passes_of_swap = np.where(again, 3.0, 2.0)
-    fixed = np.where((few.ep > 1) & (few.dispatcher > 0), 2 * passes_of_swap, 0.0)
-    fixed = fixed * k.dispatch_seconds
-    host = work.calls / max(work.layers, 1) * k.host_calls * known.launch
-    host_backward = host * np.where(again, 3.0, 2.0)
-    shards, at_shards = distinct(c, SHARD_COLUMNS)
-
-    zero = np.zeros(len(c))
-    names = ("compute", "overhead", "gather", "reduce", "swap", "tensor", "context")
-    sums = dict.fromkeys(names, zero)
-    once_forward = once_backward = once_gather = once_reduce = zero
-    for kind in work.kinds:
-        p = block_passes(kind, work, few, known, k, load)
-        moe = 1.0 if kind.routed_parameters and work.experts else 0.0
-        f = p.forward + moe * permute
-        b = p.backward + moe * permute * np.where(again, 2.0, 1.0)
-        late = np.maximum(host - f, 0.0) + np.maximum(host_backward - b, 0.0) + moe * fixed
-        split = tensor(kind, work, few, cluster, size)
-        # Backward gathers the inputs once more for the gradients of the weights.
-        passes_of_split = np.where(again, 3.0, 2.0) + (0.5 if work.training == "full" else 0.0)
-        split = split * passes_of_split * (1 - k.tensor_overlap)
-        passed, passed_back = context(kind, few, cluster, size)
-        ring = np.maximum(passed - p.core, 0.0) * np.where(again, 2.0, 1.0)
-        ring = ring + np.maximum(passed_back - 2 * p.core, 0.0)
-        moved = moe * swap * passes_of_swap * (1 - k.exchange_overlap)
-        window = np.maximum(f, host)[at_compute]
-        window_back = np.maximum(b, host_backward)[at_compute]
-
-        s = sharding(work, kind, shards, cluster, size)
-        gather, reduce = s.gather[at_shards], s.reduce[at_shards]
-        gather_back = np.where(c.reshard_after_forward, gather, 0.0)
-        hidden = np.minimum(gather_back, k.shard_overlap * window_back)
-        exposed = np.maximum(gather - k.shard_overlap * window, 0.0) + gather_back - hidden
-        left = np.maximum(k.shard_overlap * window_back - hidden, 0.0)
-        n = kind.layers
-        sums["compute"] = sums["compute"] + n * (f + b)[at_compute]
-        sums["overhead"] = sums["overhead"] + n * late[at_compute]
-        sums["gather"] = sums["gather"] + n * exposed
-        sums["reduce"] = sums["reduce"] + n * np.maximum(reduce - left, 0.0)
-        sums["swap"] = sums["swap"] + n * moved[at_compute]
-        sums["tensor"] = sums["tensor"] + n * split[at_compute]
-        sums["context"] = sums["context"] + n * ring[at_compute]
-        once_forward = once_forward + n * window
-        once_backward = once_backward + n * window_back
-        once_gather, once_reduce = once_gather + n * gather, once_reduce + n * reduce
-
-    root = root_sharding(work, shards, cluster, size)
-    root_gather, root_reduce = root.gather[at_shards], root.reduce[at_shards]
-    head = head_seconds(work, few, known, k)[at_compute]
-
-    # Without sharded parameters, gradients are reduced and weights gathered once a step, behind
-    # the backward and forward pass of one micro-batch of the stage.
-    m, share = c.gradient_accumulation, placed.share
+    few, at_rows = distinct(c, BODY_COLUMNS)
+    body = _body(work, cluster, few, k, known).take(at_rows)
+    m, share, outer = c.gradient_accumulation, placed.share, placed.outer_share
+    gather = share * body.whole_gather + outer * body.root_gather
+    gather = np.maximum(gather - k.shard_overlap * share * body.forward, 0.0)
+    reduce = share * body.whole_reduce + outer * body.root_reduce
+    reduce = np.maximum(reduce - k.shard_overlap * share * body.backward, 0.0)
+    each_gather = share * body.all_gather + outer * body.root_gather
+    each_reduce = share * body.reduce_scatter + outer * body.root_reduce
     every = c.shard_parameters
-    hide = k.shard_overlap * share
-    step_gather = share * once_gather + placed.outer_share * root_gather
-    step_gather = np.maximum(step_gather - hide * once_forward, 0.0)
-    step_reduce = share * once_reduce + placed.outer_share * root_reduce
-    step_reduce = np.maximum(step_reduce - hide * once_backward, 0.0)
-    gather = np.where(every, share * sums["gather"] + placed.outer_share * root_gather, 0.0)
-    reduce = np.where(every, share * sums["reduce"] + placed.outer_share * root_reduce, 0.0)
-
-    others = sum(share * sums[n] for n in ("overhead", "swap", "tensor", "context"))
-    body = share * sums["compute"] + others + gather + reduce
-    last = body * (placed.last_share / share) + head
-    slowest = np.where(c.pp > 1, np.maximum(body, last), body + head)
-    sent = sends(work, c, cluster, size)
-    bubble = m * (slowest - body - np.where(c.pp > 1, 0.0, head)) + placed.bubble * slowest
-    owned = owned_parameters(work, c, placed)
-    state = work.state
-    touched = state.gradient + 2 * state.optimizer + 2 * state.weight
-    update = owned * touched / known.bandwidth
-    update = update + np.where(c.offload, 2 * owned * state.optimizer / (HOST_GBPS * 1e9), 0.0)
+    names = ("compute", "overhead", "all_to_all", "tensor_parallel", "context_parallel")
+    part = {name: share * getattr(body, name) for name in names}
+    stage = np.sum(list(part.values()), axis=0) + np.where(every, each_gather + each_reduce, 0.0)
+    alone = c.pp == 1
+    last = stage * (placed.last_share / share) + body.head
+    slowest = np.where(alone, stage + body.head, np.maximum(stage, last))
+    part["compute"] = part["compute"] + np.where(alone, body.head, 0.0)
+    uneven = np.where(alone, 0.0, slowest - stage)
     return Seconds(
-        compute=m * (share * sums["compute"] + np.where(c.pp > 1, 0.0, head)),
-        overhead=m * share * sums["overhead"],
-        all_gather=np.where(every, m * gather, step_gather),
-        reduce_scatter=np.where(every, m * reduce, step_reduce),
-        all_to_all=m * share * sums["swap"],
-        tensor_parallel=m * share * sums["tensor"],
-        context_parallel=m * share * sums["context"],
-        pipeline=bubble + sent,
-        optimizer=update,
+        **{name: m * seconds for name, seconds in part.items()},
+        all_gather=np.where(every, m * each_gather, gather),
+        reduce_scatter=np.where(every, m * each_reduce, reduce),
+        pipeline=m * uneven + placed.bubble * slowest + sends(work, c, cluster, known.dtype_bytes),
+        optimizer=_update(work, c, known, placed),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Body:
+    """Seconds of one micro-batch in all layers of the model, and in the head."""
+
+    compute: Column
+    overhead: Column
+    all_gather: Column
+    """Not hidden, with sharded parameters."""
+    reduce_scatter: Column
+    all_to_all: Column
+    tensor_parallel: Column
+    context_parallel: Column
+    forward: Column
+    """Behind which gathers hide."""
+    backward: Column
+    whole_gather: Column
+    """Hidden or not."""
+    whole_reduce: Column
+    root_gather: Column
+    root_reduce: Column
+    head: Column
+
+    def take(self, rows: slice | np.ndarray) -> Body:
+        return Body(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+
+def _body(work: Workload, cluster: Cluster, c: Candidates, k: Constants, known: Rates) -> Body:
+    """Gathers of weights hide behind a share of the layer's time, reductions of gradients behind
+    what the gathers leave of backward's; token exchanges hide by a share of themselves."""
+    layers = micro_batch(work, cluster, c, k, known)
+    names = ("all_gather", "reduce_scatter", "forward", "backward", "whole_gather", "whole_reduce")
+    sums = {name: np.zeros(len(c)) for name in names}
+    for kind, window, window_back in zip(work.kinds, layers.forward, layers.backward, strict=True):
+        s = sharding(work, kind, c, cluster, known.dtype_bytes)
+        gather_back = np.where(c.reshard_after_forward, s.gather, 0.0)
+        hidden = np.minimum(gather_back, k.shard_overlap * window_back)
+        exposed = np.maximum(s.gather - k.shard_overlap * window, 0.0) + gather_back - hidden
+        left = np.maximum(k.shard_overlap * window_back - hidden, 0.0)
+        layer = {
+            "all_gather": exposed,
+            "reduce_scatter": np.maximum(s.reduce - left, 0.0),
+            "forward": window,
+            "backward": window_back,
+            "whole_gather": s.gather,
+            "whole_reduce": s.reduce,
+        }
+        for name, seconds in layer.items():
+            sums[name] = sums[name] + kind.layers * seconds
+    root = root_sharding(work, c, cluster, known.dtype_bytes)
+    return Body(
+        **sums,
+        root_gather=root.gather,
+        root_reduce=root.reduce,
+        compute=layers.compute,
+        overhead=layers.overhead,
+        tensor_parallel=layers.tensor_parallel,
+        context_parallel=layers.context_parallel,
+        all_to_all=swaps(work, c, cluster, k, known),
+        head=layers.head,
+    )
+
+
+def swaps(work: Workload, c: Candidates, cluster: Cluster, k: Constants, known: Rates) -> Column:
+    """Seconds of one micro-batch that tokens are exchanged and nothing hides, in all layers."""
+    moe = sum(kind.layers for kind in work.kinds if kind.routed_parameters)
+    if not (moe and work.experts):
+        return np.zeros(len(c))
+    once = exchange(work, c, cluster, known, k, routed(work, c)) * (1 - k.exchange_overlap)
+    fixed = np.where((c.ep > 1) & (c.dispatcher > 0), 2 * k.dispatch_seconds, 0.0)
+    return moe * (forward_passes(c) + 1) * (once + fixed)
+
+
+def _update(work: Workload, c: Candidates, known: Rates, placed: Stages) -> Column:
+    """AdamW reads gradient, weight and states and writes weight and states; from host memory where
+    they are offloaded."""
+    owned, state = owned_parameters(work, c, placed), work.state
+    touched = state.gradient + 2 * state.optimizer + 2 * state.weight
+    moved = np.where(c.offload, 2 * owned * state.optimizer / (HOST_GBPS * 1e9), 0.0)
+    return owned * touched / known.bandwidth + moved
 
 
 def sends(work: Workload, c: Candidates, cluster: Cluster, size: int) -> Column:
