@@ -63,8 +63,9 @@ def _cluster(yaml: YamlFile, file: TopologyFile) -> Cluster:
     device = _device(yaml, file)
     entries, hostlist, notes = list(file.tiers or ()), _hostlist(file), ()
     if file.imports:
-        fault, fix = "importing other formats is not supported yet", "write the tiers in this file"
-        raise yaml.error(("import",), fault=fault, fix=fix)
+        from strategies.cluster.importers import fill_in
+
+        entries, hostlist, notes = fill_in(yaml, file, device)
     if not entries:
         fix = "describe the tiers, closest first, or import them"
         raise yaml.error(("tiers",), fault="is missing", fix=fix)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, RootModel, ValidationError
 
 from analyzers.errors import InputError
 
@@ -183,16 +183,15 @@ class _PlainLoader(yaml.SafeLoader):
         return int(node.value)
 
 
+NUMBER = (
+    r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+)
 _CORE = [
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     ("int", r"[-+]?(?:0|[1-9][0-9]*)", list("-+0123456789")),
-    (
-        "float",
-        r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
-        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-        list("-+.0123456789"),
-    ),
+    ("float", NUMBER, list("-+.0123456789")),
 ]
 for _tag, _pattern, _first in _CORE:
     _PlainLoader.add_implicit_resolver(
@@ -222,6 +221,8 @@ def _is_branch(part: int | str) -> bool:
 
 def _known_keys(model: type[BaseModel], location: Location) -> list[str]:
     """The keys that `model` takes at a path."""
+    if issubclass(model, RootModel):
+        model = _model_inside(model.model_fields["root"].annotation) or model
     for part in location:
         fields = {f.alias or n: f.annotation for n, f in model.model_fields.items()}
         if isinstance(part, str) and part in fields:

@@ -149,7 +149,7 @@ BAD = {
         {**GOOD, "overrides": [{"match": "gpu99/nic0", "bw_scale": 0.5}]},
         "overrides[0].match: 'gpu99/nic0' matches no node",
     ),
-    "import": ({**GOOD, "import": [{"from": "slurm", "file": "t.yaml"}]}, "import: importing"),
+    "import": ({**GOOD, "import": [{"from": "slurm", "file": "t.yaml"}]}, "import[0].file: "),
     "unknown override": (
         {**GOOD, "device_overrides": {"mem_gib": 80}},
         "device_overrides.mem_gib: unknown key (did you mean 'memory_gib'?)",
