@@ -95,9 +95,11 @@ class Kind:
     """All activations kept for backward, bf16, those that training needs included."""
     saved_routed: Work
     """The share of `saved_bytes` that the routed experts keep."""
-    recomputed_bytes: Work
-    """Of `saved_bytes`, what selective recomputation does not keep: the outputs of attention cores
-    and of activation functions."""
+    selective_bytes: Work
+    """Kept under selective recomputation, adapters' needs apart: outputs of products and of
+    attention cores."""
+    selective_routed: Work
+    """The share of `selective_bytes` that the routed experts keep."""
     kv_width: int
     """Elements of keys and values a token that context parallelism passes on; 0 without attention
     over pairs."""
@@ -219,9 +221,7 @@ def _kind(block: Block, lora: Lora, training: Training, top_k: int, hidden: int)
     visited = sum(x.part in adapted for x in block.linears) + top_k * len(banks)
     ranks = Work(per_token=float(BFLOAT16 * lora.rank * visited))
     works = tuple(_part_work(p, block.linears, block.banks, top_k, hidden) for p in block.parts)
-    recomputed = {
-        w.name: Work(per_token=min(_last_input(w), saved[w.name].per_token)) for w in works
-    }
+    selective = {w.name: Work(per_token=min(_outputs(w), saved[w.name].per_token)) for w in works}
     attributes = block.mixer_attributes
     pairs = any(p.flops.per_pair or p.flops.per_window for p in block.parts)
     heads = int(attributes.get("kv_heads") or attributes.get("heads") or 0)
@@ -235,7 +235,8 @@ def _kind(block: Block, lora: Lora, training: Training, top_k: int, hidden: int)
         routed_parameters=routed,
         saved_bytes=sum(saved.values(), ranks),
         saved_routed=saved.get("routed_experts", Work()),
-        recomputed_bytes=sum(recomputed.values(), Work()),
+        selective_bytes=sum(selective.values(), Work()),
+        selective_routed=selective.get("routed_experts", Work()),
         kv_width=heads * head_width if pairs else 0,
         dense_adapter=lora.rank * dense,
         expert_adapter=lora.rank * all_experts,
@@ -292,16 +293,12 @@ def _fused(gemms: list[Gemm]) -> tuple[Gemm, ...]:
     return tuple(Gemm(i, o) for i, o in outs.items())
 
 
-def _last_input(work: PartWork) -> float:
-    """Bytes a token of what the part's last product reads: the output of its core or activation."""
-    if len(work.gemms) < 2 or work.name not in (
-        "mixer",
-        "routed_experts",
-        "shared_experts",
-        "dense",
-    ):
-        return 0.0
-    return BFLOAT16 * work.visits * work.gemms[-1].in_features
+def _outputs(work: PartWork) -> float:
+    """Bytes a token of the outputs of a part's products, and of the core before the last one."""
+    outputs = sum(g.out_features for g in work.gemms)
+    if work.name == "mixer" and work.gemms:
+        outputs += work.gemms[-1].in_features
+    return BFLOAT16 * work.visits * outputs
 
 
 def packed_experts_of(analysis: ModelAnalysis) -> bool:

@@ -138,7 +138,7 @@ def block_passes(
             moved, moved_back = moved * load.overload, moved_back * load.overload
         forward = forward + once + core + moved
         backward = backward + (once + gradient if full else once) + core_back + moved_back
-        again = again + core + moved / 2
+        again = again + moved
         if part.core.per_pair or part.core.per_window:
             core_seconds = core_seconds + core
     if work.lora_rank:

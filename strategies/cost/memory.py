@@ -202,8 +202,8 @@ def _largest(blocks: list[tuple[Column, int]]) -> Column:
 def _activations(work: Workload, c: Candidates, size: int, stages: Stages, load: Routed) -> Column:
     """Bytes kept for the backward pass on the first stage, which has most micro-batches in flight.
 
-    none: every saved tensor of every layer. selective: without the outputs of attention cores and
-    activation functions. full: each layer's input, and one layer that is recomputed. Expert
+    none: every saved tensor of every layer. selective: each layer's input, outputs of products
+    and of attention cores. full: each layer's input, and one layer that is recomputed. Expert
     parallelism divides nothing here; tensor parallelism, with sequences split, everything.
     """
     scale = size / 2 * c.micro_batch_size / c.cp / c.tp
@@ -212,12 +212,13 @@ def _activations(work: Workload, c: Candidates, size: int, stages: Stages, load:
         routed = at(kind.saved_routed, c.sequence_length)
         saved = at(kind.saved_bytes, c.sequence_length) + routed * (load.overload - 1)
         every = every + kind.layers * saved
-        dropped = at(kind.recomputed_bytes, c.sequence_length)
-        selected = selected + kind.layers * (saved - dropped)
+        between = at(kind.selective_bytes, c.sequence_length)
+        between = between + at(kind.selective_routed, c.sequence_length) * (load.overload - 1)
+        selected = selected + kind.layers * between
         largest = np.maximum(largest, saved)
     inputs = (work.layers * work.layer_input_bytes + work.shared_input_bytes) * c.sequence_length
     kept = np.where(c.recomputation == FULL, inputs, every)
-    kept = np.where(c.recomputation == SELECTIVE, selected, kept)
+    kept = np.where(c.recomputation == SELECTIVE, np.minimum(inputs + selected, every), kept)
     once = np.where(c.recomputation == FULL, largest, 0.0)
     return scale * (kept * stages.share * stages.in_flight + once)
 

@@ -1,0 +1,60 @@
+import numpy as np
+import pytest
+
+from strategies.cost.routing import (
+    BALANCED,
+    Routing,
+    device_overload,
+    dropped_share,
+    replicated,
+)
+
+
+def test_a_power_law_of_two_experts_by_hand():
+    # 1 and 2**-1, over their mean of 0.75.
+    assert Routing(exponent=1.0).relative(2) == pytest.approx([4 / 3, 2 / 3])
+    # One expert a device: the fuller one has 4/3 of the mean wherever it lies.
+    assert device_overload(Routing(exponent=1.0), 2, 2) == pytest.approx(4 / 3)
+
+
+def test_a_histogram_is_read_by_quantile():
+    counts = Routing(loads=(30.0, 10.0, 20.0))
+    assert counts.relative(3) == pytest.approx([1.5, 1.0, 0.5])
+    finer = counts.relative(6)
+    assert finer.mean() == pytest.approx(1.0)
+    assert np.all(np.diff(finer) <= 0)
+    # 20 of 60 assignments lie above a capacity of once the mean (20) only for the first: 10 of 60.
+    assert dropped_share(counts, 3, 1.0) == pytest.approx(10 / 60)
+
+
+def test_balanced_routing_overloads_nobody_and_drops_nothing():
+    assert device_overload(BALANCED, 896, 64) == 1.0
+    assert dropped_share(BALANCED, 896, 1.0) == 0.0
+
+
+def test_more_devices_see_more_of_the_skew():
+    skewed = Routing(exponent=0.5)
+    overloads = [device_overload(skewed, 128, ep) for ep in (1, 2, 8, 32, 128)]
+    assert overloads == sorted(overloads)
+    # With one expert a device the fullest has the largest expert.
+    assert overloads[-1] == pytest.approx(skewed.relative(128)[0])
+
+
+def test_a_capacity_bounds_the_overload_and_a_tighter_one_drops_more():
+    skewed = Routing(exponent=0.8)
+    assert (
+        device_overload(skewed, 64, 64, 1.25)
+        <= 1.25 / np.minimum(skewed.relative(64), 1.25).mean() + 1e-12
+    )
+    dropped = [dropped_share(skewed, 64, f) for f in (np.inf, 2.0, 1.5, 1.0)]
+    assert dropped[0] == 0.0
+    assert dropped == sorted(dropped)
+
+
+def test_copies_go_where_the_tokens_are():
+    # 6 + 2: the first copy halves the six; of 3, 3, 2 the next copy makes 2, 2, 2, 2.
+    assert sorted(replicated(np.array([6.0, 2.0]), 1)) == pytest.approx([2, 3, 3])
+    assert sorted(replicated(np.array([6.0, 2.0]), 2)) == pytest.approx([2, 2, 2, 2])
+    skewed = Routing(exponent=0.8)
+    overloads = [device_overload(skewed, 64, 8, np.inf, spare) for spare in (0, 1, 2, 4)]
+    assert overloads == sorted(overloads, reverse=True)
