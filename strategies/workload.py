@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from analyzers.schema import Block, ExpertBank, Linear, ModelAnalysis, Part, Work
-from strategies.cost.routing import BALANCED, Routing
+from strategies.cost.routing import BALANCED, Choice, Routing
 from strategies.schema import Lora
 
 Training = Literal["lora", "full"]
@@ -140,6 +140,19 @@ class Workload:
     state: State = FLOAT32_STATE
     """Of what is trained."""
     routing: Routing = BALANCED
+    router_groups: int = 1
+    router_top_groups: int = 1
+    """A token chooses among the experts of so many of the router's groups."""
+
+    @property
+    def choice(self) -> Choice:
+        return Choice(
+            experts=self.experts,
+            top_k=self.top_k,
+            groups=self.router_groups,
+            top_groups=self.router_top_groups,
+            consecutive=self.routing.consecutive,
+        )
 
     @property
     def dense_parameters(self) -> int:
@@ -170,6 +183,7 @@ def workload(
     """`lora` is ignored by full fine-tuning, which trains every parameter."""
     experts = analysis.experts
     top_k = experts.top_k if experts else 0
+    router = experts.router if experts else None
     layers = sum(len(b.layers) for b in analysis.blocks)
     calls = sum(o.count for o in analysis.operators) or DEFAULT_CALLS * layers
     own, shared = _handed_on(analysis)
@@ -192,6 +206,8 @@ def workload(
         precision=precision,
         state=state,
         routing=routing,
+        router_groups=router.groups if router else 1,
+        router_top_groups=router.top_k_groups if router else 1,
     )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from strategies.candidates import Column
 from strategies.cluster import Cluster, Curve, Group, members
 from strategies.cost.columns import codes_of
+from strategies.cost.routing import Choice, distinct_domains
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def all_to_all(
 def hierarchical(
     cluster: Cluster,
     row: Column,
-    top_k: int,
+    choice: Choice,
     ranks: Column,
     *,
     op: str,
@@ -82,8 +83,8 @@ def hierarchical(
 ) -> Column:
     """All-to-all of tokens of `row` bytes in all that crosses each tier once for each domain.
 
-    A token goes over tier i to every other domain of tier i - 1 that holds some of its `top_k`
-    experts, and is handed on inside it: `row * distinct(n / m_(i-1)) * (1 - m_(i-1) / m_i)` bytes
+    A token goes over tier i to every other domain of tier i - 1 that holds some of its experts,
+    and is handed on inside it: `row * distinct(n / m_(i-1)) * (1 - m_(i-1) / m_i)` bytes
     over tier i. Tiers work at once, so the slowest binds; each adds its latency. A curve measured
     for the whole group wins, as for the direct exchange.
     """
@@ -97,7 +98,7 @@ def hierarchical(
         inside = 1
         for tier, m in zip(cluster.tiers, _inside(cluster, group), strict=True):
             if m > inside:
-                copies = distinct_destinations(group.size / inside, top_k) * (1 - inside / m)
+                copies = distinct_domains(choice, group.size / inside) * (1 - inside / m)
                 per_byte[i] = max(per_byte[i], copies / tier.fabric.rate(m // inside))
                 latency[i] += tier.fabric.latency_us * 1e-6
                 inside = m
@@ -105,7 +106,7 @@ def hierarchical(
     for i, line in enumerate(direct):
         if line:
             rows = codes == i
-            size = row[rows] * distinct_destinations(groups[i].size, top_k)
+            size = row[rows] * distinct_domains(choice, groups[i].size)
             seconds[rows] = _apply(line, size)
     return np.where(row > 0, seconds, 0.0)
 
@@ -120,12 +121,12 @@ def send(cluster: Cluster, size: Column, stride: Column) -> Column:
     return latency[codes] + size / rate[codes]
 
 
-def distinct_destinations(ranks, top_k: int):
-    """Expected number of ranks that a token's `top_k` experts lie on: `R (1 - (1 - 1/R)^k)`.
-
-    A token is sent once to each rank however many of its experts live there (balanced routing).
-    """
-    return ranks * (1 - (1 - 1 / ranks) ** top_k)
+def destinations(choice: Choice, ranks: Column) -> Column:
+    """Ranks that a token is sent to: once to each however many of its experts live there."""
+    codes, count = codes_of(ranks)
+    found = np.empty(count)
+    found[codes] = ranks
+    return np.array([distinct_domains(choice, float(n)) for n in found])[codes]
 
 
 def origin(cluster: Cluster, op: str, ranks: int, stride: int = 1) -> str:

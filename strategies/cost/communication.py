@@ -91,13 +91,13 @@ def exchange(
     row = work.expert_width * known.dtype_bytes
     tokens = c.tokens / c.tp
     loaded = tokens * row * load.overload
-    size = loaded * collectives.distinct_destinations(c.ep, work.top_k)
+    size = loaded * collectives.destinations(work.choice, c.ep)
     seconds = np.zeros(len(c))
     for code, call in ((ALL_TO_ALL, _direct), (HIERARCHICAL, _hierarchical)):
         chosen = c.dispatcher == code
         if chosen.any():
             there, back = (
-                call(cluster, op, loaded, size, c.ep, work.top_k, k.exchange_share)
+                call(cluster, op, loaded, size, c.ep, work.choice, k.exchange_share)
                 for op in ("all_to_all_dispatch", "all_to_all_combine")
             )
             seconds = np.where(chosen, there + back, seconds)
@@ -111,12 +111,12 @@ def exchange(
     return np.where(c.ep > 1, seconds, 0.0)
 
 
-def _direct(cluster, op, loaded, size, ranks, top_k, share) -> Column:
+def _direct(cluster, op, loaded, size, ranks, choice, share) -> Column:
     return collectives.all_to_all(cluster, size, ranks, op=op, share=share)
 
 
-def _hierarchical(cluster, op, loaded, size, ranks, top_k, share) -> Column:
-    return collectives.hierarchical(cluster, loaded, top_k, ranks, op=op, share=share)
+def _hierarchical(cluster, op, loaded, size, ranks, choice, share) -> Column:
+    return collectives.hierarchical(cluster, loaded, choice, ranks, op=op, share=share)
 
 
 def permutation(work: Workload, c: Candidates, known: Rates, k: Constants, load: Routed) -> Column:

@@ -5,6 +5,7 @@ Every figure is relative to an even spread, so that 1.0 is balanced.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -21,6 +22,9 @@ class Routing:
 
     exponent: float = 0.0
     loads: tuple[float, ...] = ()
+    consecutive: bool = False
+    """Each token visits neighbouring experts, as the balanced gates of benchmarks do (token i the
+    `top_k` after expert `i * top_k` in NeMo AutoModel's)."""
 
     def relative(self, experts: int) -> np.ndarray:
         """Load of each expert over the mean, [experts], largest first. A histogram of another
@@ -47,7 +51,7 @@ def device_overload(
     draw of placements. `capacity` cuts every expert's load at that multiple of the mean.
     `spare` slots a device hold copies of the most loaded experts, whose tokens are split evenly.
     """
-    if ep <= 1 or routing == BALANCED:
+    if ep <= 1 or not (routing.exponent or routing.loads):
         return 1.0
     load = np.minimum(routing.relative(experts), capacity)
     if spare:
@@ -66,6 +70,45 @@ def replicated(load: np.ndarray, copies: int) -> np.ndarray:
     for _ in range(copies):
         counts[np.argmax(load / counts)] += 1
     return np.repeat(load / counts, counts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """How many domains of experts one token reaches."""
+
+    experts: int
+    top_k: int
+    groups: int = 1
+    top_groups: int = 1
+    """A token chooses among the experts of so many of the groups."""
+    consecutive: bool = False
+
+
+@lru_cache(maxsize=4096)
+def distinct_domains(choice: Choice, domains: float) -> float:
+    """Expected number of equal domains that a token's experts lie in; it is sent once to each.
+
+    Independent choices: `D (1 - (1 - 1/D)^k)`. Of `G` groups `g` are chosen first: what counts are
+    the domains that those groups reach, `D (1 - C(G - G/D, g) / C(G, g))`, or `g D / G` where a
+    group spans several. Consecutive choices: the mean over all first experts.
+    """
+    if domains <= 1:
+        return 1.0
+    k, groups = choice.top_k, choice.groups
+    if choice.consecutive:
+        width = choice.experts / domains
+        first = np.arange(0, choice.experts, math.gcd(k, choice.experts))
+        reached = np.floor((first + k - 1) / width) - np.floor(first / width) + 1
+        return float(np.minimum(reached, domains).mean())
+    reachable = float(domains)
+    if groups > choice.top_groups:
+        if domains > groups:
+            reachable = domains * choice.top_groups / groups
+        else:
+            left = round(groups - groups / domains)
+            missed = math.comb(left, choice.top_groups) / math.comb(groups, choice.top_groups)
+            reachable = domains * (1 - missed)
+    return reachable * (1 - (1 - 1 / reachable) ** k) if reachable > 1 else 1.0
 
 
 @lru_cache(maxsize=4096)

@@ -6,6 +6,7 @@ import pytest
 from analyzers.backends import load_backend
 from strategies.cluster import Cluster, Curve, Fabric, Tier, load_cluster
 from strategies.cost import collectives
+from strategies.cost.routing import Choice
 
 CLUSTERS = Path(__file__).parents[3] / "examples" / "clusters"
 
@@ -58,10 +59,9 @@ def test_a_token_crosses_to_another_node_once_when_the_exchange_is_hierarchical(
     """2 nodes of 4, top 8: direct sends 8 (1 - (7/8)^8) = 5.251 copies, half of which leave the
     node; hierarchical sends the other node its 2 (1 - 2^-8) / 2 = 0.996 copies."""
     row = np.array([1e9])
-    direct = collectives.all_to_all(
-        two_tiers, row * collectives.distinct_destinations(8, 8), np.array([8])
-    )
-    staged = collectives.hierarchical(two_tiers, row, 8, np.array([8]), op="all_to_all_dispatch")
+    choice, ranks = Choice(experts=64, top_k=8), np.array([8])
+    direct = collectives.all_to_all(two_tiers, row * collectives.destinations(choice, ranks), ranks)
+    staged = collectives.hierarchical(two_tiers, row, choice, ranks, op="all_to_all_dispatch")
     assert direct[0] == pytest.approx(5.2511 / 2 / 10, rel=1e-3)
     assert staged[0] == pytest.approx(0.9961 / 10, rel=1e-3)
 
@@ -122,8 +122,3 @@ def test_rates_by_group_size_are_interpolated_and_never_rise_beyond_the_curve():
     assert rate(16) == pytest.approx(100 / 2**0.5)
     assert rate(32) == pytest.approx(50)
     assert rate(64) == pytest.approx(100 / 2**1.5)
-
-
-@pytest.mark.parametrize(("ranks", "top_k", "expected"), [(1, 8, 1), (2, 1, 1), (8, 16, 7.06)])
-def test_distinct_destinations(ranks, top_k, expected):
-    assert collectives.distinct_destinations(ranks, top_k) == pytest.approx(expected, rel=1e-3)

@@ -3,8 +3,10 @@ import pytest
 
 from strategies.cost.routing import (
     BALANCED,
+    Choice,
     Routing,
     device_overload,
+    distinct_domains,
     dropped_share,
     replicated,
 )
@@ -58,3 +60,31 @@ def test_copies_go_where_the_tokens_are():
     skewed = Routing(exponent=0.8)
     overloads = [device_overload(skewed, 64, 8, np.inf, spare) for spare in (0, 1, 2, 4)]
     assert overloads == sorted(overloads, reverse=True)
+
+
+@pytest.mark.parametrize(("ranks", "top_k", "expected"), [(1, 8, 1), (2, 1, 1), (8, 16, 7.06)])
+def test_independent_choices_meet(ranks, top_k, expected):
+    choice = Choice(experts=896, top_k=top_k)
+    assert distinct_domains(choice, ranks) == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_router_of_groups_reaches_few_nodes():
+    """DeepSeek-V3 chooses 8 experts in 4 of 8 groups, so that a token goes to 4 nodes at most
+    (arXiv 2412.19437, section 2.1.2)."""
+    choice = Choice(experts=256, top_k=8, groups=8, top_groups=4)
+    # Among 4 nodes 8 independent choices miss one with (3/4)^8.
+    assert distinct_domains(choice, 8) == pytest.approx(4 * (1 - 0.75**8))
+    # 64 ranks: 32 are reachable.
+    assert distinct_domains(choice, 64) == pytest.approx(32 * (1 - (31 / 32) ** 8))
+    # 4 nodes of two groups each: one is missed when all four groups lie in the other three.
+    reachable = 4 * (1 - 15 / 70)
+    expected = reachable * (1 - (1 - 1 / reachable) ** 8)
+    assert distinct_domains(choice, 4) == pytest.approx(expected)
+
+
+def test_neighbouring_experts_lie_together():
+    choice = Choice(experts=128, top_k=4, consecutive=True)
+    assert distinct_domains(choice, 32) == 1.0  # each rank holds the four
+    assert distinct_domains(choice, 128) == 4.0
+    # Runs of 6 of 96 experts over domains of 8 start at 0, 6, 12, 18: two of four cross a border.
+    assert distinct_domains(Choice(experts=96, top_k=6, consecutive=True), 12) == 1.5
