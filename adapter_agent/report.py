@@ -46,7 +46,12 @@ def write_report(run: RunDirectory) -> Path:
 def write_analysis_page(analysis: ModelAnalysis, name: str, path: Path) -> Path:
     """The report's section on the model as a page of its own."""
     facts = {"name": name, **_model(analysis), "figures": _figures(analysis, None, [])}
-    return write_text(path, _environment().get_template("analysis.html.j2").render(facts))
+    return write_text(path, render("analysis.html.j2", facts))
+
+
+def render(template: str, facts: dict[str, Any]) -> str:
+    """A page of `adapter_agent/templates`."""
+    return _environment().get_template(template).render(facts)
 
 
 def _environment() -> jinja2.Environment:
@@ -98,9 +103,13 @@ def gather(run: RunDirectory) -> dict[str, Any]:
         "steps": steps,
         "step_seconds": median(s.step_seconds for s in steps) if steps else None,
         "speed": median(s.tokens_per_second_per_device for s in steps) if steps else None,
-        "launch": sorted(p.name for p in (run / "launch").glob("*")),
+        "launch": sorted(f"{p.parent.name}/{p.name}" for p in _files(run, "launch", "exports")),
         "figures": _figures(analysis, plan, steps),
     }
+
+
+def _files(run: RunDirectory, *folders: str) -> list[Path]:
+    return [p for folder in folders for p in (run / folder).glob("*") if p.is_file()]
 
 
 def _document(cls: type[T], path: Path) -> T | None:

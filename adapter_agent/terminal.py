@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from codegen.schema import KernelSet, OperatorMap
     from codegen.tuning.tune import Tuned
     from runtime.schema import ValidationReport
-    from strategies.cluster import Cluster
+    from strategies.exports import Written
     from strategies.schema import Plan
 
 
@@ -187,6 +187,15 @@ def picture_of_plan(plan: Plan) -> RenderableType:
     return Group(head, *tables, *(Text(line) for line in lines))
 
 
+def picture_of_exports(written: list[Written]) -> RenderableType:
+    table = _table("Exports", "format", "files", "what they do not say of the plan")
+    for w in written:
+        files = "\n".join(map(str, w.paths)) or "not written"
+        said = w.refused or "\n".join(w.lost) or "-"
+        table.add_row(w.format, files, said)
+    return table
+
+
 def picture_of_validation(report: ValidationReport) -> RenderableType:
     verdict = "passed" if report.passed else "FAILED"
     title = f"Validation {verdict} on {report.world_size} ranks of {report.device}"
@@ -197,19 +206,6 @@ def picture_of_validation(report: ValidationReport) -> RenderableType:
     kept = [f"kept: {', '.join(report.kept)}"] if report.kept else []
     lost = [f"not kept: {', '.join(report.not_kept)}"] if report.not_kept else []
     return Group(table, *(Text(line) for line in kept + lost))
-
-
-def picture_of_cluster(cluster: Cluster) -> RenderableType:
-    d = cluster.device
-    head = Text.assemble(
-        (f"{cluster.name}: {cluster.world_size} x {d.title}\n", "bold"),
-        f"{d.memory_gib.value:g} GiB ({d.memory_gib.origin}), "
-        f"{d.reserved_gib.value:g} GiB reserved, status {d.status}\n",
-    )
-    table = _table("Tiers, closest first", "tier", ">size", "fabric")
-    for tier in cluster.tiers:
-        table.add_row(tier.name, str(tier.size), str(tier.fabric))
-    return Group(head, table)
 
 
 def _short(value: object) -> str:

@@ -131,6 +131,7 @@ def _fabric(yaml: YamlFile, tier: int, entry: TierEntry) -> Fabric:
         multicast=given.multicast,
         origin=_summary(origins),
         origins=origins,
+        source=given.source or "",
     )
 
 

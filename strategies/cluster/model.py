@@ -41,6 +41,8 @@ class Fabric:
     """`default` where any number is the product's assumption, `measured` where all are measured."""
     origins: Mapping[str, str] = field(default_factory=dict)
     """Of single numbers (`bw_gbps`, `latency_us`, `efficiency`) that differ from `origin`."""
+    source: str = ""
+    """Where `bw_gbps` can be checked."""
 
     def __str__(self) -> str:
         shared = f" / {self.oversubscription:g}" if self.oversubscription > 1 else ""
