@@ -303,10 +303,15 @@ def _less(work: Work, per_token: float) -> Work:
 
 
 def _fused(gemms: list[Gemm]) -> tuple[Gemm, ...]:
-    outs: dict[int, int] = {}
-    for g in gemms:
-        outs[g.in_features] = outs.get(g.in_features, 0) + g.out_features
-    return tuple(Gemm(i, o) for i, o in outs.items())
+    """Neighbours that read one tensor as one product; the part's last reads its own."""
+    made: list[Gemm] = []
+    for i, g in enumerate(gemms):
+        last = i == len(gemms) - 1
+        if made and made[-1].in_features == g.in_features and not last:
+            made[-1] = Gemm(g.in_features, made[-1].out_features + g.out_features)
+        else:
+            made.append(g)
+    return tuple(made)
 
 
 def _outputs(work: PartWork) -> float:

@@ -48,7 +48,7 @@ class Rates:
     launch: float
     """Seconds a kernel launch."""
     processors: int
-    """Multiprocessors that one product is spread over; 1 where unknown, so that no tail counts."""
+    """Multiprocessors that one product is spread over; 0 where unknown, so that no tail counts."""
     dtype_bytes: int
     """Of the compute dtype."""
     origins: dict[str, str]
@@ -73,7 +73,7 @@ def rates(device: Backend, precision: Precision = "bf16") -> Rates:
         bf16_matmul=achievable(device.matmul_tflops[compute], "matmul") * 1e12,
         bandwidth=achievable(device.memory_gbps, "memory") * 1e9,
         launch=device.launch_overhead_us.value * 1e-6,
-        processors=int(device.processors.value) if device.processors else 1,
+        processors=int(device.processors.value) if device.processors else 0,
         dtype_bytes=2 if compute == "bfloat16" else 4,
         origins={
             "matmul": matmul.origin,

@@ -61,21 +61,26 @@ def micro_batch(
         p = block_passes(kind, work, few, known, k, load)
         sorting = permute if kind.routed_parameters else 0.0
         forward, backward = p.forward + sorting, p.backward + sorting * (passes - 1)
-        window, window_back = np.maximum(forward, host), np.maximum(backward, host * passes)
+        late, late_back = np.maximum(host - forward, 0.0), np.maximum(host * passes - backward, 0.0)
         passed, passed_back = context(kind, few, cluster, size)
-        ring = np.maximum(passed - p.core, 0.0) * (passes - 1)
+        # Keys and values travel behind the attention core, and while the host is late.
+        behind, behind_back = p.core + late, passes * p.core + late_back
+        passed_back = passed_back + passed * (passes - 2)
         layer = {
             "compute": forward + backward,
-            "overhead": window + window_back - forward - backward,
+            "overhead": late + late_back,
             "tensor_parallel": tensor(kind, work, few, cluster, size)
             * splits
             * (1 - k.tensor_overlap),
-            "context_parallel": ring + np.maximum(passed_back - 2 * p.core, 0.0),
+            "context_parallel": np.maximum(passed - behind, 0.0)
+            + np.maximum(passed_back - behind_back, 0.0),
         }
         for name, seconds in layer.items():
             sums[name] = sums[name] + kind.layers * seconds
-        windows.append(window[at_rows])
-        windows_back.append(window_back[at_rows])
+        # What already hides keys and values hides nothing else.
+        windows.append((forward + late - np.minimum(passed, behind))[at_rows])
+        busy = np.minimum(passed_back, behind_back)
+        windows_back.append((backward + late_back - busy)[at_rows])
     return Layers(
         **{name: seconds[at_rows] for name, seconds in sums.items()},
         forward=tuple(windows),
