@@ -11,6 +11,7 @@ from strategies.exports.source import (
     Source,
     adapted_banks,
     adapted_linears,
+    common_losses,
     layers_per_chunk,
 )
 
@@ -40,7 +41,7 @@ def export(source: Source) -> Export:
         "distributed": _distributed(source),
         "dist_env": {"backend": _BACKENDS.get(source.cluster.device.device_type, "nccl")},
         "model": _model(source),
-        "peft": _peft(source),
+        **({"peft": _peft(source)} if source.plan.training == "lora" else {}),
         "optimizer": _optimizer(source),
         "lr_scheduler": {
             "lr_decay_style": "cosine",
@@ -55,7 +56,7 @@ def export(source: Source) -> Export:
         target=TARGET,
         body=yaml.safe_dump(sections, sort_keys=False, width=96),
         usage=[
-            "launch/torchrun.sh -m nemo_automodel.cli.app automodel.yaml",
+            "launch/torchrun.sh -m nemo_automodel.cli.app exports/automodel.yaml",
             f"Add dataset (sequences of {source.plan.sequence_length} tokens), dataloader, loss_fn "
             "and checkpoint.",
         ],
@@ -150,7 +151,11 @@ def _optimizer(source: Source) -> dict[str, Any]:
 def _lost(source: Source) -> list[str]:
     plan, p = source.plan, source.plan.parallelism
     model = source.analysis.model_type
-    lost = ["names of the adapted layers are those of the model folder; AutoModel's may differ"]
+    lost = common_losses(source)
+    if plan.training == "lora":
+        lost.append(
+            "names of the adapted layers: the file has those of the model folder's own class"
+        )
     if p.ep > 1 and p.dp_replicate > 1:
         shards = p.dp_replicate * p.efsdp
         lost.append(
@@ -165,12 +170,8 @@ def _lost(source: Source) -> list[str]:
         lost.append("what is recomputed: AutoModel keeps the outputs of its own list of operators")
     if p.pp > 1 and layers_per_chunk(source) is None:
         lost.append(f"{plan.virtual_stages} chunks a stage: the layers do not divide evenly")
-    if plan.offload_optimizer:
-        lost.append("optimizer states in host memory: they stay on the device")
     if plan.expert_weight_format == "fp8":
         lost.append("experts held as fp8: they are held as bfloat16")
     if plan.expert_weight_format == "mxfp4" and model not in PACKED_MODELS:
         lost.append(f"packed experts of '{model}': AutoModel unpacks them when it loads")
-    if plan.capacity.factor is not None:
-        lost.append(f"capacity factor {plan.capacity.factor:g}: no token is dropped")
     return lost

@@ -38,6 +38,8 @@ class Export:
 
 def adapted_linears(source: Source) -> list[str]:
     """Paths inside a block, e.g. `self_attn.q_proj`, of the linear layers that get adapters."""
+    if source.plan.training == "full":
+        return []
     parts = {PART_OF_TARGET[t] for t in source.plan.lora.targets if t != "routed_experts"}
     names = [x.name for b in source.analysis.blocks for x in b.linears if x.part in parts]
     return list(dict.fromkeys(names))
@@ -45,10 +47,22 @@ def adapted_linears(source: Source) -> list[str]:
 
 def adapted_banks(source: Source) -> list[str]:
     """Paths inside a block, e.g. `mlp.experts`, of the modules whose experts get adapters."""
-    if "routed_experts" not in source.plan.lora.targets:
+    if source.plan.training == "full" or "routed_experts" not in source.plan.lora.targets:
         return []
     banks = [bank.name.rpartition(".")[0] for b in source.analysis.blocks for bank in b.banks]
     return list(dict.fromkeys(banks))
+
+
+def common_losses(source: Source) -> list[str]:
+    """What none of the targets can say."""
+    plan, lost = source.plan, []
+    if plan.capacity.factor is not None:
+        lost.append(f"capacity factor {plan.capacity.factor:g}: no token is dropped")
+    if plan.expert_copies:
+        lost.append(f"{plan.expert_copies} copies of loaded experts a rank: there are none")
+    if plan.offload_optimizer:
+        lost.append("optimizer states in host memory: they stay on the device")
+    return lost
 
 
 def layers_per_chunk(source: Source) -> int | None:

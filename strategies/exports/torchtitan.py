@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strategies.exports.source import Export, Source, layers_per_chunk
+from strategies.exports.source import Export, Source, common_losses, layers_per_chunk
 
 TARGET = "torchtitan 0.3"
 
@@ -31,13 +31,14 @@ def with_plan(base: Trainer.Config, *, lora_modules: list[str]) -> Trainer.Confi
     \"\"\"`base` with the plan in it.
 
     `lora_modules`: last parts of the names of the linear layers to adapt, as torchtitan names them
-    (`wq`, `wo`, ...).
+    (`wq`, `wo`, ...); none trains the whole model.
     \"\"\"
     base.parallelism = PARALLELISM
     base.training = TRAINING
     base.activation_checkpoint = {recomputation}
-    lora = LoRAConverter.Config(rank={rank}, alpha={alpha}, target_modules=lora_modules)
-    base.model_spec.model = lora.build().convert(base.model_spec.model)
+    if lora_modules:
+        lora = LoRAConverter.Config(rank={rank}, alpha={alpha}, target_modules=lora_modules)
+        base.model_spec.model = lora.build().convert(base.model_spec.model)
     return base
 """
 
@@ -75,15 +76,17 @@ def export(source: Source) -> Export:
         rank=plan.lora.rank,
         alpha=plan.lora.alpha,
     )
+    modules = "[]" if plan.training == "full" else "[...]"
     return Export(
         name="torchtitan_plan.py",
         target=TARGET,
         body=body,
         usage=[
-            "In a module of yours, say my_job.py, on a config function of your model:",
+            "In a module of yours in exports/, say my_job.py, on a config function of your model:",
             "    def job():",
-            "        return with_plan(deepseek_v3_671b(), lora_modules=[...])",
-            "launch/torchrun.sh -m torchtitan.train --module my_job --config job",
+            f"        return with_plan(deepseek_v3_671b(), lora_modules={modules})",
+            "PYTHONPATH=exports launch/torchrun.sh -m torchtitan.train \\",
+            "    --module my_job --config job",
             "Optimizer, data and checkpoints stay those of the base.",
         ],
         lost=_lost(source),
@@ -112,11 +115,13 @@ def _lines(settings: dict[str, object]) -> str:
 
 def _lost(source: Source) -> list[str]:
     plan = source.plan
-    lost = ["the names of the adapted layers: torchtitan's models have names of their own"]
-    if "routed_experts" in plan.lora.targets:
-        lost.append("adapters of the routed experts: torchtitan adapts linear layers alone")
+    lost = common_losses(source)
+    if plan.training == "lora":
+        lost.append("names of the adapted layers: torchtitan's models have names of their own")
+        if "routed_experts" in plan.lora.targets:
+            lost.append("adapters of the routed experts: torchtitan adapts linear layers alone")
     if plan.expert_weight_format != "fp32":
-        lost.append("adapters and optimizer states in float32: all is kept in bfloat16")
+        lost.append("what is trained in float32, optimizer states too: all is kept in bfloat16")
     if plan.expert_weight_format not in ("bf16", "fp32"):
         lost.append(f"experts held as {plan.expert_weight_format}: they are held as bfloat16")
     if plan.dispatcher not in ("none", "all_to_all"):
@@ -128,8 +133,4 @@ def _lost(source: Source) -> list[str]:
         lost.append("what is recomputed: torchtitan keeps the outputs of its own list of operators")
     if plan.virtual_stages > 2 and layers_per_chunk(source) is None:
         lost.append(f"{plan.virtual_stages} chunks a stage: the layers do not divide, it takes 2")
-    if plan.offload_optimizer:
-        lost.append("optimizer states in host memory: they stay on the device")
-    if plan.capacity.factor is not None:
-        lost.append(f"capacity factor {plan.capacity.factor:g}: no token is dropped")
     return lost

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from strategies.exports.source import Export, Source, adapted_banks, adapted_linears, refuse
+from pprint import pformat
+from textwrap import indent
+
+from strategies.exports.source import (
+    Export,
+    Source,
+    adapted_banks,
+    adapted_linears,
+    common_losses,
+    refuse,
+)
 
 TARGET = "transformers 5.24"
 
-
 _BODY = """\
-from peft import LoraConfig
 from transformers.distributed import DistributedConfig
 
 DISTRIBUTED = DistributedConfig(
@@ -19,11 +27,14 @@ SEQUENCE_LENGTH = {sequence_length}
 DTYPE = {dtype!r}
 
 # Of TrainingArguments: TrainingArguments(output_dir=..., **TRAINING).
-TRAINING = {{
+TRAINING = dict(
 {training}
-}}
+)
+"""
 
-LORA = LoraConfig(
+_LORA = """
+# Of peft.LoraConfig: LoraConfig(**LORA).
+LORA = dict(
 {lora}
 )
 """
@@ -31,27 +42,51 @@ LORA = LoraConfig(
 
 def export(source: Source) -> Export:
     """`transformers_plan.py`. Raises InputError for layouts that transformers cannot run."""
-    plan, job, p = source.plan, source.job, source.plan.parallelism
+    plan, p = source.plan, source.plan.parallelism
     if p.cp > 1:
         raise refuse(TARGET, "parallelism.cp", "has no context parallelism")
     if p.pp > 1 and p.dp_replicate * p.fsdp > 1:
         raise refuse(TARGET, "parallelism.pp", "runs no pipeline together with FSDP")
-    half = plan.compute_dtype == "bfloat16"
-    distributed = {
+    body = _BODY.format(
+        distributed=_lines(_distributed(source)),
+        sequence_length=plan.sequence_length,
+        dtype="bfloat16" if plan.expert_weight_format != "fp32" else "float32",
+        training=_lines(_training(source)),
+    )
+    usage = [
+        "In a script of yours in exports/, started with launch/torchrun.sh exports/SCRIPT.py:",
+        "from transformers_plan import DISTRIBUTED, DTYPE, TRAINING",
+        "model = AutoModelForCausalLM.from_pretrained(",
+        f"    {source.job.model!r}, distributed_config=DISTRIBUTED, dtype=DTYPE)",
+    ]
+    if plan.training == "lora":
+        body += _LORA.format(lora=_lines(_lora(source)))
+        usage += ["model = get_peft_model(model, LoraConfig(**LORA))"]
+    return Export(
+        name="transformers_plan.py", target=TARGET, body=body, usage=usage, lost=_lost(source)
+    )
+
+
+def _distributed(source: Source) -> dict[str, object]:
+    p = source.plan.parallelism
+    return {
         "dp_replicate_size": p.dp_replicate,
         "fsdp_size": p.fsdp,
         "tp_size": p.tp,
         "pp_size": p.pp,
         "ep_size": p.ep,
         "ep_implementation": "all_to_all" if p.ep > 1 else "auto",
-        "fsdp_mixed_precision": half,
+        "fsdp_mixed_precision": source.plan.compute_dtype == "bfloat16",
     }
-    optimizer = job.optimizer
-    training = {
+
+
+def _training(source: Source) -> dict[str, object]:
+    plan, job, optimizer = source.plan, source.job, source.job.optimizer
+    return {
         "per_device_train_batch_size": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.gradient_accumulation,
         "activation_checkpointing": plan.activation_checkpointing != "none",
-        "bf16": half,
+        "bf16": plan.compute_dtype == "bfloat16",
         "max_steps": job.steps,
         "save_steps": job.checkpoint_every,
         "seed": job.seed,
@@ -65,40 +100,27 @@ def export(source: Source) -> Export:
         "lr_scheduler_type": "cosine_with_min_lr",
         "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
     }
-    lora = {
-        "r": plan.lora.rank,
-        "lora_alpha": plan.lora.alpha,
+
+
+def _lora(source: Source) -> dict[str, object]:
+    lora = source.plan.lora
+    return {
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
         "target_modules": adapted_linears(source),
     }
-    body = _BODY.format(
-        distributed=_lines(distributed, "{}={!r},"),
-        sequence_length=plan.sequence_length,
-        dtype="bfloat16" if plan.expert_weight_format != "fp32" else "float32",
-        training=_lines(training, "{!r}: {!r},"),
-        lora=_lines(lora, "{}={!r},"),
-    )
-    return Export(
-        name="transformers_plan.py",
-        target=TARGET,
-        body=body,
-        usage=[
-            "from transformers_plan import DISTRIBUTED, DTYPE, LORA, TRAINING",
-            "model = AutoModelForCausalLM.from_pretrained(",
-            f"    {job.model!r}, distributed_config=DISTRIBUTED, dtype=DTYPE)",
-            "model = get_peft_model(model, LORA)",
-            "launch/torchrun.sh your_script.py",
-        ],
-        lost=_lost(source),
-    )
 
 
-def _lines(settings: dict[str, object], form: str) -> str:
-    return "\n".join("    " + form.format(key, value) for key, value in settings.items())
+def _lines(settings: dict[str, object]) -> str:
+    lines = (f"{key}={pformat(value, width=88)}," for key, value in settings.items())
+    return indent("\n".join(lines), "    ")
 
 
 def _lost(source: Source) -> list[str]:
     plan, p = source.plan, source.plan.parallelism
-    lost = ["sharded adapters: PEFT adds them after sharding, so every device holds all of them"]
+    lost = common_losses(source)
+    if plan.training == "lora":
+        lost.append("sharded adapters: PEFT adds them after sharding, each device holds them all")
     if banks := adapted_banks(source):
         lost.append(
             f"adapters of the routed experts ({', '.join(banks)}): PEFT rebuilds the whole product "
@@ -115,14 +137,10 @@ def _lost(source: Source) -> list[str]:
         lost.append("selective recomputation: whole blocks are recomputed")
     if plan.virtual_stages > 1:
         lost.append(f"{plan.virtual_stages} chunks a pipeline stage: a stage is one run of layers")
-    if plan.offload_optimizer:
-        lost.append("optimizer states in host memory: they stay on the device")
     if not plan.reshard_after_forward:
-        lost.append("reshard_after_forward false: experts are resharded after forward, and layers")
+        lost.append("weights kept whole after forward: experts and layers are resharded")
     if plan.expert_weight_format not in ("bf16", "fp32"):
         lost.append(f"experts held as {plan.expert_weight_format}: they are loaded as bfloat16")
-    if plan.capacity.factor is not None:
-        lost.append(f"capacity factor {plan.capacity.factor:g}: no token is dropped")
     return lost
 
 

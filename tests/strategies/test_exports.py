@@ -58,12 +58,15 @@ SETTINGS = {
     "dispatcher": {"dispatcher": "all_gather"},
     "capacity": {"capacity": Capacity(factor=1.25, overflow="drop")},
     "offload_optimizer": {"offload_optimizer": True},
+    "expert_copies": {"expert_copies": 2},
+    "training": {"training": "full"},
     "lora": {"lora": Lora(rank=4, alpha=8.0, targets=["shared_experts"])},
 }
 IN_A_PIPELINE = {"virtual_stages"}
 FOUND = {
     "version", "cluster", "predicted", "alternatives", "rejected", "families", "survey",
     "searched", "explanation", "origins", "backend", "twin", "runnable", "missing", "idle_devices",
+    "routing",
 }  # fmt: skip
 
 
@@ -127,6 +130,7 @@ def test_transformers_takes_no_pipeline_with_fsdp(source_of, tmp_path):
 
 @pytest.mark.parametrize("layout", ["fsdp-128", "hsdp-2x64", "ep-is-world", "tp-8"])
 def test_transformers_reads_its_file(source_of, tmp_path, layout):
+    from peft import LoraConfig
     from transformers import TrainingArguments
 
     p = LAYOUTS[layout]
@@ -144,11 +148,11 @@ def test_transformers_reads_its_file(source_of, tmp_path, layout):
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **made["TRAINING"])
     assert arguments.per_device_train_batch_size == 2
     assert arguments.gradient_accumulation_steps == 3
-    assert made["LORA"].r == source.plan.lora.rank
+    assert LoraConfig(**made["LORA"]).r == source.plan.lora.rank
 
 
 def test_transformers_lora_adapts_the_layers_of_the_plan(source_of, tmp_path):
-    from peft import get_peft_model
+    from peft import LoraConfig, get_peft_model
     from torch import nn
 
     class Attention(nn.Module):
@@ -160,7 +164,7 @@ def test_transformers_lora_adapts_the_layers_of_the_plan(source_of, tmp_path):
     layer = nn.ModuleDict({"self_attn": Attention(), "gate": nn.Linear(4, 4)})
     model = nn.ModuleDict({"layers": nn.ModuleList([layer])})
     made = runpy.run_path(str(write_exports(source_of(), tmp_path, ["transformers"])[0].paths[0]))
-    adapted = get_peft_model(model, made["LORA"])
+    adapted = get_peft_model(model, LoraConfig(**made["LORA"]))
     touched = {n.split(".lora_A")[0][-18:] for n, _ in adapted.named_modules() if "lora_A." in n}
     assert {n.rpartition(".")[2] for n in touched} == {"q_proj", "k_proj", "o_proj"}
 
