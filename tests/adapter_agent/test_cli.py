@@ -24,6 +24,7 @@ COMMANDS = [
     ["analyze"],
     ["kernels"],
     ["plan"],
+    ["export"],
     ["validate"],
     ["train"],
     ["review"],
