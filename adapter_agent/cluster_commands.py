@@ -95,6 +95,14 @@ def import_(
     under: Annotated[
         str | None, typer.Option(metavar="SWITCH", help="Only what hangs on this switch.")
     ] = None,
+    scale_up: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LEVEL",
+            help="A level that the devices' own fabric joins, e.g. leaf. Repeatable; NVLink "
+            "domains and blocks of that size are taken so.",
+        ),
+    ] = None,
     nodes: Annotated[
         str | None,
         typer.Option(metavar="HOSTLIST", help="Nodes under one switch, where no file has a tree."),
@@ -135,6 +143,7 @@ def import_(
         network_gbps=network_gbps,
         nodes=named,
         under=under,
+        scale_up=scale_up or (),
     )
     data: dict[str, Any] = {
         "version": 1,

@@ -37,12 +37,15 @@ def assemble(
     network_gbps: float | None = None,
     nodes: Sequence[str] = (),
     under: str | None = None,
+    scale_up: Sequence[str] = (),
 ) -> Assembled:
     """Tiers from at most one tree of switches and one description of a node's inside.
 
     What no file says (rates, latencies, devices of a node) is the device's usual machine, with its
-    origin. `nodes` are names under one switch, where no file has a tree. An uneven tree is cut to
-    its largest even part, which the notes tell. Raises InputError that says what to add.
+    origin. `nodes` are names under one switch, where no file has a tree. Levels named in `scale_up`
+    are joined by the devices' own fabric, as are accelerator domains, and Slurm's blocks where that
+    fabric leaves the node and is large enough. An uneven tree is cut to its largest even part,
+    which the notes tell. Raises InputError that says what to add.
     """
     trees = [f for f in founds if f.tree is not None]
     insides = [f for f in founds if f.node is not None]
@@ -68,13 +71,15 @@ def assemble(
     names = [levels.nodes[i] for i in left.nodes]
     if used < all_nodes:
         notes.append(_uneven(trees[0].path, left.sizes, names, levels))
+    if unknown := [n for n in scale_up if n not in levels.names]:
+        fix = f"one of: {', '.join(levels.names)}"
+        raise InputError(path, fault=f"has no level '{unknown[0]}'", fix=fix)
     devices = per_node
     for name, own_fabric, size in zip(levels.names, levels.scale_up, left.sizes[1:], strict=True):
         devices *= size
         if size == 1:
             continue
-        joined = own_fabric or (links is not None and devices <= links.domain)
-        if joined and links is not None:
+        if own_fabric or name in scale_up or (name == "block" and _one_domain(links, devices)):
             fabric = dict(tiers[0]["fabric"])
         else:
             fabric = _network(path, inside, links, network_gbps, per_node)
@@ -82,6 +87,10 @@ def assemble(
     return Assembled(
         tiers=tiers, hostlist=tuple(compress_hostlist(names)), notes=tuple(dict.fromkeys(notes))
     )
+
+
+def _one_domain(links: Links | None, devices: int) -> bool:
+    return links is not None and links.devices_per_node < devices <= links.domain
 
 
 def _levels(
