@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from dataclasses import field, replace
 from importlib import resources
 from typing import Literal
@@ -117,8 +118,9 @@ class Spec(Member):
     kind: str
     """How a backend's known faults name this kind of kernel."""
     tiles: dict[str, Tile] = field(default_factory=dict)
-    """By Triton target or `TARGET DTYPE`, all in chunks of one length for a target; `none` where
-    there is no compiler; `default` serves the others."""
+    """By processor (`sm_80`, `gfx942`) or Triton target (`cuda`, `hip`), of one dtype (`sm_80
+    bfloat16`) or all; all in chunks of one length for a target. `none` where there is no compiler;
+    `default` serves the others."""
     footprints: dict[str, Footprint] = field(default_factory=dict)
     """By kernel of the rendered module."""
     chunks: list[int] = field(default_factory=list)
@@ -142,28 +144,36 @@ class Spec(Member):
         return ["q", "k", "v", *g, *beta]
 
     def tile(self, backend: Backend, key_dim: int, dtype: str = "bfloat16") -> Tile:
-        """The tile for the backend and dtype, with another number of warps where a compiler is
-        known to get the usual one wrong. Faults that do not depend on it are left to the gates."""
+        """The tile for the backend and dtype, whose launches are `sound`."""
         triton = backend.triton
         target = triton.backend if triton else "none"
-        names = (f"{target} {dtype}", target, "default")
+        arch = triton.arch_name if triton else target
+        names = (f"{arch} {dtype}", f"{target} {dtype}", arch, target, "default")
         tile = next(self.tiles[name] for name in names if name in self.tiles)
-        if triton is None:
-            return tile
+        launches = {
+            name: self.sound(backend, name, launch, tile.chunk, key_dim)
+            for name, launch in tile.launches.items()
+        }
+        return replace(tile, launches=launches)
 
-        def faulty(name: str, launch: Launch, num_warps: int) -> bool:
-            tried = replace(launch, num_warps=num_warps)
-            fault = triton.fault(self.configuration(name, tried, tile.chunk, key_dim))
+    def sound(
+        self, backend: Backend, kernel: str, launch: Launch, chunk: int, key_dim: int
+    ) -> Launch:
+        """The launch, with the nearest number of warps that is right where a compiler is known to
+        get the usual one wrong. Faults that do not depend on it are left to the gates."""
+        triton = backend.triton
+        if triton is None:
+            return launch
+
+        def faulty(tried: Launch) -> bool:
+            fault = triton.fault(self.configuration(kernel, tried, chunk, key_dim))
             return fault is not None and "num_warps" in fault.condition
 
-        def sound(name: str, launch: Launch) -> Launch:
-            nearest = sorted(triton.num_warps, key=lambda n: (abs(n - launch.num_warps), -n))
-            return next(
-                (replace(launch, num_warps=n) for n in nearest if not faulty(name, launch, n)),
-                launch,
-            )
+        def far(warps: int) -> tuple[float, int]:
+            return abs(math.log2(warps / launch.num_warps)), -warps
 
-        return replace(tile, launches={n: sound(n, launch) for n, launch in tile.launches.items()})
+        tried = [replace(launch, num_warps=n) for n in sorted(triton.num_warps, key=far)]
+        return next((x for x in tried if not faulty(x)), launch)
 
     def configuration(
         self, kernel: str, launch: Launch, chunk: int, key_dim: int
@@ -177,6 +187,7 @@ class Spec(Member):
             "family": self.kind,
             "gate": self.decay,
             "chunk": chunk,
+            "block": launch.block,
             "block_k": width if whole else min(launch.block, width),
             "num_warps": launch.num_warps,
             "num_stages": launch.num_stages,

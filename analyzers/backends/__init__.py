@@ -31,7 +31,7 @@ class KnownFault:
     """Version range, e.g. `>=3.6,<3.8`."""
     condition: dict[str, int | str]
     """Values that together trigger it, e.g. `{"block_k": 32, "num_warps": 4}`: key channels of a
-    block, `chunk`, `num_warps`, `num_stages`, `gate` (kind of decay), `family` (kind of operator),
+    block, its tiled width `block`, `chunk`, `num_warps`, `num_stages`, `gate` (kind of decay), `family` (kind of operator),
     `kernel` (`prepare`, `recur`, `reverse`, `gradients`: its role in linear attention)."""
     reason: str
 
@@ -58,6 +58,11 @@ class TritonTarget:
     input_precision: list[str] = field(default_factory=lambda: ["ieee", "tf32"])
     pointer_style: Literal["pointer", "block_pointer"] = "pointer"
     known_faults: list[KnownFault] = field(default_factory=list)
+
+    @property
+    def arch_name(self) -> str:
+        """As compilers call it: `sm_90`, `gfx942`."""
+        return f"sm_{self.arch}" if self.backend == "cuda" else str(self.arch)
 
     def fault(
         self, configuration: Mapping[str, int | str], triton: str | None = None

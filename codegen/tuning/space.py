@@ -91,11 +91,12 @@ class Space:
         return None
 
     def fitted(self, kernel: str, launch: Launch, chunk: int) -> Launch:
-        """With a block no wider than what it cuts, and no more stages than fit."""
+        """With a block no wider than what it cuts, no more stages than fit, and warps that are
+        right for both."""
         launch = clipped(self.spec, kernel, launch, self.key_dim, self.value_dim)
         while launch.num_stages > 1 and self._beyond_limits(kernel, launch, chunk):
             launch = replace(launch, num_stages=launch.num_stages - 1)
-        return launch
+        return self.spec.sound(self.backend, kernel, launch, chunk, self.key_dim)
 
     def launches(self, kernel: str, base: Launch, chunk: int) -> tuple[list[Launch], Counter[str]]:
         """What may be tried for one kernel, nearest to `base` first; and refusals, counted by

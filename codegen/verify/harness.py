@@ -213,8 +213,7 @@ def target_of(backend: Backend) -> dict:
     """The backend's compiler target and its limit, in the words of `OTHER_TARGETS`."""
     t = backend.triton
     assert t is not None
-    name = f"sm_{t.arch}" if t.backend == "cuda" else str(t.arch)
-    own = {"name": name, "backend": t.backend, "arch": t.arch, "warp_size": t.warp_size}
+    own = {"name": t.arch_name, "backend": t.backend, "arch": t.arch, "warp_size": t.warp_size}
     return own | {"shared": t.shared_memory_bytes}
 
 

@@ -153,7 +153,7 @@ def test_shared_memory_bounds_the_stages():
 
 
 @pytest.mark.parametrize("widths", [(16, 16), (64, 128), (128, 128), (256, 64), (256, 512)])
-@pytest.mark.parametrize("backend", ["h100", "h200", "b200", "gb200", "mi300x"])
+@pytest.mark.parametrize("backend", ["a100", "h100", "h200", "b200", "gb300", "mi300x"])
 @pytest.mark.parametrize("member", load_specs())
 def test_the_familys_own_launches_fit_in_every_dtype(member, backend, widths):
     spec, device = load_specs()[member], load_backend(backend)
@@ -192,6 +192,18 @@ def test_stages_are_given_up_one_by_one_where_shared_memory_ends():
     assert wide.fitted("_recur", pipelined, 64).num_stages == 1  # 139 264
     narrow = space("gated_delta_rule", key_dim=64, dtype="float32")
     assert narrow.fitted("_recur", pipelined, 64).num_stages == 2  # 90 112
+
+
+@pytest.mark.parametrize("member", ["kda", "gated_delta_rule", "delta_rule"])
+def test_walks_that_are_not_pipelined_on_hopper_take_eight_warps(member):
+    # triton#11366: with four warps and blocks of 32 they read invalid memory.
+    spec = load_specs()[member]
+    for width, wanted in ((128, 4), (256, 8)):
+        table = launch_table(spec, H200, width, 128, spec.tile(H200, width), None)["bfloat16"]
+        for kernel in ("_recur", "_reverse"):
+            ((_, found),) = table[kernel]
+            assert (found.block, found.num_warps) == (32, wanted)
+            assert (found.num_stages == 1) == (width == 256)
 
 
 def test_candidates_are_tens_and_nearest_first():
