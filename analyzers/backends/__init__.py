@@ -30,9 +30,10 @@ class KnownFault:
     triton: str
     """Version range, e.g. `>=3.6,<3.8`."""
     condition: dict[str, int | str]
-    """Values that together trigger it, e.g. `{"block_k": 32, "num_warps": 4}`: key channels of a
-    block, its tiled width `block`, `chunk`, `num_warps`, `num_stages`, `gate` (kind of decay), `family` (kind of operator),
-    `kernel` (`prepare`, `recur`, `reverse`, `gradients`: its role in linear attention)."""
+    """Values that together trigger it, e.g. `{"block_k": 32, "num_warps": 4}`: tiled width `block`,
+    key channels of a block `block_k`, `chunk`, `num_warps`, `num_stages`, `gate` (kind of decay),
+    `family` (kind of operator), `kernel` (`prepare`, `recur`, `reverse`, `gradients`: its role in
+    linear attention)."""
     reason: str
 
 
