@@ -76,7 +76,7 @@ def _cluster(yaml: YamlFile, file: TopologyFile) -> Cluster:
         name=file.name,
         device=device,
         tiers=tiers,
-        measured=tuple(_curve(yaml, i, m, tiers) for i, m in enumerate(file.measured)),
+        measured=_curves(yaml, file.measured, tiers),
         node_names=names,
         hostlist=hostlist,
         host=Host(**host.model_dump()) if host else None,
@@ -189,6 +189,20 @@ def _overridden(device: Backend, given: DeviceOverridesEntry, path: Path) -> Bac
         rates = {dtype: fact(value) for dtype, value in given.matmul_tflops.items()}
         changes["matmul_tflops"] = {**device.matmul_tflops, **rates}
     return replace(device, **changes)
+
+
+def _curves(
+    yaml: YamlFile, entries: list[MeasuredEntry], tiers: tuple[Tier, ...]
+) -> tuple[Curve, ...]:
+    found: list[Curve] = []
+    for i, entry in enumerate(entries):
+        curve = _curve(yaml, i, entry, tiers)
+        key = (curve.within, curve.op, curve.devices)
+        if key in [(c.within, c.op, c.devices) for c in found]:
+            fault = f"{entry.op} of these devices within '{entry.within}' is there twice"
+            raise yaml.error(("measured", i), fault=fault, fix="keep one of the two")
+        found.append(curve)
+    return tuple(found)
 
 
 def _curve(yaml: YamlFile, index: int, entry: MeasuredEntry, tiers: tuple[Tier, ...]) -> Curve:

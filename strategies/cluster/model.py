@@ -39,7 +39,7 @@ class Fabric:
     """Below 1 when a member is degraded: a collective runs at the pace of its slowest member."""
     origin: Origin = "spec"
     """`default` where any number is the product's assumption, `measured` where all are measured."""
-    origins: Mapping[str, str] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Of single numbers (`bw_gbps`, `latency_us`, `efficiency`) that differ from `origin`."""
     source: str = ""
     """Where `bw_gbps` can be checked."""

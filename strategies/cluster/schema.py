@@ -18,6 +18,7 @@ Operation = Literal[
     "all_to_all_dispatch",
     "all_to_all_combine",
 ]
+Product = Literal["bfloat16", "float32", "float8", "mxfloat8", "nvfloat4"]
 Origin = Literal["spec", "measured", "note", "default"]
 FabricNumber = Literal["bw_gbps", "latency_us", "efficiency", "oversubscription", "link_gbps"]
 MAX_POINTS = 1000
@@ -84,7 +85,7 @@ class DeviceOverridesEntry(Strict):
     reserved_gib: float | None = Field(default=None, ge=0)
     memory_gbps: Positive | None = None
     launch_overhead_us: float | None = Field(default=None, ge=0)
-    matmul_tflops: dict[Literal["bfloat16", "float32"], Positive] | None = None
+    matmul_tflops: dict[Product, Positive] | None = None
     origin: Origin = "note"
     source: Line | None = None
 

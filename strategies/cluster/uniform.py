@@ -61,9 +61,10 @@ def _chosen(
             counts = np.bincount(levels[i][alive[i]], minlength=int(levels[i].max()) + 1)
     chosen = [0]
     for i in range(len(levels) - 1, -1, -1):
-        below = []
-        for domain in chosen:
-            children = np.flatnonzero((levels[i] == domain) & alive[i])
-            below += children[: sizes[i + 1]].tolist()
-        chosen = below
+        room = dict.fromkeys(chosen, sizes[i + 1])
+        chosen = []
+        for child, domain in enumerate(levels[i].tolist()):
+            if alive[i][child] and room.get(domain):
+                room[domain] -= 1
+                chosen.append(child)
     return tuple(chosen)

@@ -1,3 +1,4 @@
+import copy
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,10 @@ BAD = {
     "curve without points": (
         {**GOOD, "measured": [{"within": "node", "op": "all_gather", "devices": 2}]},
         "measured[0].op: needs one curve",
+    ),
+    "curve twice": (
+        {**GOOD, "measured": [CURVE, copy.deepcopy(CURVE)]},
+        "measured[1]: all_gather of these devices within 'node' is there twice (keep one of",
     ),
     "override of no node": (
         {**GOOD, "overrides": [{"match": "gpu99/nic0", "bw_scale": 0.5}]},

@@ -246,6 +246,23 @@ def test_a_fault_in_an_imported_file_names_both_files(tmp_path):
     assert "t.conf:1: unknown key 'Node' (did you mean 'nodes'?)" in message
 
 
+def test_what_an_import_does_not_say_is_asked_for_in_the_file(tmp_path):
+    (tmp_path / "t.conf").write_text("SwitchName=s1 Nodes=a[1-2]\n")
+    files = [{"from": "slurm", "file": "t.conf"}]
+    path = topo(tmp_path, **{"import": files, "device": "cpu"})
+    with pytest.raises(InputError) as caught:
+        load_cluster(path)
+    assert f"{path}:2: import: " in str(caught.value)
+    assert "does not say how many devices a node has (write the tiers in" in str(caught.value)
+
+
+def test_one_node_alone_is_one_tier(tmp_path):
+    path = tmp_path / "t.conf"
+    path.write_text("SwitchName=s0 Switches=s1\nSwitchName=s1 Nodes=a\n")
+    made = assemble([read_foreign(path)], device="h200")
+    assert (shape(made), made.hostlist) == ([("node", 8, "switch", 450)], ("a",))
+
+
 REFUSED = {
     "two parents": (
         "t.conf",

@@ -72,7 +72,11 @@ def fill_in(
             at = yaml.error(("import", i, "file"), fault="")
             raise InputError(at.where, field=at.field, fault=str(e)) from e
     given = file.tiers[0].size if file.tiers else None
-    made = assemble(founds, device=device.name, devices_per_node=given)
+    try:
+        made = assemble(founds, device=device.name, devices_per_node=given)
+    except InputError as e:
+        fault = f"{e.where}: {e.fault}"
+        raise yaml.error(("import",), fault=fault, fix="write the tiers in this file") from e
     hostlist = tuple(file.nodes.names) if file.nodes else made.hostlist
     if not file.tiers:
         return [TierEntry.model_validate(t) for t in made.tiers], hostlist, made.notes

@@ -233,7 +233,8 @@ def _fabric(kind: str, link: Link | None) -> dict[str, Any]:
 
 
 def _uneven(path: Path, sizes: tuple[int, ...], used: list[str], levels: Levels) -> str:
-    idle = [n for n in levels.nodes if n not in set(used)]
+    kept = set(used)
+    idle = [n for n in levels.nodes if n not in kept]
     if len(used) < MIN_USED * len(levels.nodes):
         fault = (
             f"is too uneven: the largest part with equal domains holds {len(used)} of "
