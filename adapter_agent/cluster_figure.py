@@ -54,7 +54,7 @@ def cluster_figure(cluster: Cluster) -> str:
     parts = []
     for a, b, gbps in graph.edges(data="gbps"):
         (x0, y0), (x1, y1) = places[a], places[b]
-        width = 0.6 + 2.4 * gbps / fastest
+        width = 0.5 + 1.5 * gbps / fastest
         bend = (y0 + y1) / 2
         parts.append(
             f'<path class="edge" stroke-width="{width:.2f}" '
@@ -64,10 +64,8 @@ def cluster_figure(cluster: Cluster) -> str:
     for vertex, (x, y) in places.items():
         parts.append(_mark(cluster, graph, vertex, x, y, room[y]))
     for i, tier in enumerate(reversed(cluster.tiers)):
-        text = f"{tier.name}: {tier.size} x {tier.devices // tier.size}, {tier.fabric}"
-        parts.append(
-            f'<text class="soft" x="4" y="{TOP + i * BAND - 26:.0f}">{escape(text)}</text>'
-        )
+        text = f"{tier.name}: {tier.devices} devices, {tier.fabric}"
+        parts.append(_text(4, TOP + i * BAND - 26, text, 'class="soft"'))
     height = TOP + len(cluster.tiers) * BAND + 24
     label = escape(f"{cluster.name}: {cluster.world_size} devices in {len(cluster.tiers)} tiers")
     size = f'viewBox="0 0 {WIDTH} {height}"'
@@ -109,13 +107,21 @@ def _mark(cluster: Cluster, graph: nx.DiGraph, vertex: str, x: float, y: float, 
     facts = graph.nodes[vertex]
     names = [t.name for t in cluster.tiers]
     colour = names.index(facts["tier"]) + 1 if facts["tier"] in names else 0
-    text = f"{facts['count']} x {facts['tier']}" if facts["count"] > 1 else facts["label"]
+    folded = facts["count"] > 1
+    text = f"{facts['count']} x {facts['tier']}" if folded else facts["label"]
+    name = f"x{facts['count']}" if folded else text
     side = min(14.0, max(2.0, room - 1))
     title = f"{text}: {facts['devices']} devices" if facts["devices"] > 1 else text
     mark = (
         f'<rect class="c{colour % 5}" x="{x - side / 2:.2f}" y="{y - side / 2:.2f}" '
         f'width="{side:.2f}" height="{side:.2f}" rx="2"><title>{escape(title)}</title></rect>'
     )
-    if len(text) * LETTER < room:
-        mark += f'<text x="{x:.1f}" y="{y + 22:.1f}" text-anchor="middle">{escape(text)}</text>'
+    if len(name) * LETTER < room and graph.in_degree(vertex):
+        mark += _text(x, y + 22, name, 'text-anchor="middle"')
     return mark
+
+
+def _text(x: float, y: float, text: str, attributes: str) -> str:
+    """Text with the background around its letters, so that lines do not cross them."""
+    halo = 'stroke="var(--card, #fbfbfa)" stroke-width="4" paint-order="stroke"'
+    return f'<text x="{x:.1f}" y="{y:.1f}" {halo} {attributes}>{escape(text)}</text>'

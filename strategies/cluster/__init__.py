@@ -1,7 +1,7 @@
 """The cluster: reading topo.yaml, what the planner knows of it, importers and pictures."""
 
 from strategies.cluster.hostlist import compress_hostlist, expand_hostlist
-from strategies.cluster.loading import load_cluster
+from strategies.cluster.loading import copy_topology, load_cluster
 from strategies.cluster.model import (
     DEFAULT_EFFICIENCY,
     DEFAULT_LATENCY_US,
@@ -31,6 +31,7 @@ __all__ = [
     "Tier",
     "UnifiedMemory",
     "compress_hostlist",
+    "copy_topology",
     "degraded",
     "expand_hostlist",
     "flat_cluster",

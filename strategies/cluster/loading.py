@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from analyzers.backends import Backend, Fact, backend_names, load_backend
+from analyzers.documents import write_text
 from analyzers.errors import InputError
 from strategies.cluster.hostlist import expand_hostlist
 from strategies.cluster.model import (
@@ -43,10 +44,32 @@ def load_cluster(path: str | Path) -> Cluster:
 
     Raises InputError that names the file, the line, the key path, the fault and the fix.
     """
+    return _cluster(*_read(Path(path)))
+
+
+def copy_topology(source: Path, target: Path) -> Path:
+    """Copies a topology file so that it stands alone: what it imports is written out in it.
+
+    Raises InputError as `load_cluster`, and where `target` cannot be written.
+    """
+    yaml, file = _read(source)
+    if not file.imports:
+        return write_text(target, source.read_text(encoding="utf-8"))
+    from strategies.cluster.importers import fill_in
+    from strategies.cluster.writing import write_topology
+
+    tiers, hostlist, notes = fill_in(yaml, file, _device(yaml, file))
+    data = {key: value for key, value in yaml.data.items() if key != "import"}
+    data["tiers"] = [t.model_dump(exclude_none=True) for t in tiers]
+    if hostlist:
+        data["nodes"] = {"names": list(hostlist)}
+    return write_topology(data, target, notes)
+
+
+def _read(path: Path) -> tuple[YamlFile, TopologyFile]:
     from strategies.cluster.reading import read_yaml
     from strategies.cluster.schema import TopologyFile
 
-    path = Path(path)
     missing = "give --cluster the path of a topology file, e.g. one of examples/clusters/"
     larger = "describe tiers by size instead of every device"
     yaml = read_yaml(path, MAX_FILE_BYTES, missing=missing, larger=larger)
@@ -56,7 +79,7 @@ def load_cluster(path: str | Path) -> Cluster:
     if not isinstance(yaml.data, dict):
         fault = f"must be a mapping of keys, found a {type(yaml.data).__name__}"
         raise InputError(path, fault=fault, fix="start with 'version: 1'")
-    return _cluster(yaml, yaml.checked(TopologyFile))
+    return yaml, yaml.checked(TopologyFile)
 
 
 def _cluster(yaml: YamlFile, file: TopologyFile) -> Cluster:

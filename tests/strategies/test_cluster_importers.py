@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from analyzers.errors import InputError
-from strategies.cluster import load_cluster
+from strategies.cluster import copy_topology, load_cluster
 from strategies.cluster.importers import assemble, read_foreign
 from strategies.cluster.writing import to_yaml
 
@@ -234,6 +234,22 @@ def test_a_topology_file_may_leave_its_tiers_to_imported_files(tmp_path):
     own[1]["size"] = 2
     with pytest.raises(InputError, match=r"have the sizes \[8, 2, 2\], the imported ones \[8, 4"):
         load_cluster(topo(tmp_path, tiers=own, **{"import": files[:1]}))
+
+
+def test_a_copy_of_a_topology_file_stands_alone(tmp_path):
+    for name in ("slurm-tree.conf", "nccl-h200.xml"):
+        (tmp_path / name).write_text((SAMPLES / name).read_text())
+    files = [
+        {"from": "slurm", "file": "slurm-tree.conf"},
+        {"from": "nccl_xml", "file": "nccl-h200.xml"},
+    ]
+    override = {"match": "gpu02/nic1", "bw_scale": 0.5}
+    path = topo(tmp_path, overrides=[override], **{"import": files})
+    (tmp_path / "run").mkdir()
+    copy = copy_topology(path, tmp_path / "run" / "cluster.yaml")
+    assert load_cluster(copy) == load_cluster(path)
+    plain = Path(__file__).parents[2] / "examples" / "clusters" / "h200-x2.yaml"
+    assert copy_topology(plain, copy).read_text() == plain.read_text()
 
 
 def test_a_fault_in_an_imported_file_names_both_files(tmp_path):
