@@ -34,6 +34,7 @@ from adapter_agent.options import (
 from adapter_agent.output import examples as _examples
 from adapter_agent.output import print_json as _print_json
 from adapter_agent.output import print_json_of as _print_json_of
+from adapter_agent.plan_command import plan
 from analyzers.errors import AdaptError
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ class _DefaultGroup(TyperGroup):
 _TINY = "examples/models/tiny-kimi-k3"
 _TWO_RANKS = "examples/clusters/two-ranks.yaml"
 _DATA = "examples/data/classes-train.jsonl"
+_K3 = "examples/models/kimi-k3"
+_SUPERNODE = "examples/clusters/supernode-128.yaml"
 
 app = typer.Typer(
     cls=_DefaultGroup,
@@ -80,7 +83,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog=_examples(
         f"adapt {_TINY} --cluster {_TWO_RANKS} --data {_DATA}",
-        "adapt plan examples/models/kimi-k3 --cluster examples/clusters/supernode-128.yaml",
+        f"adapt plan {_K3} --cluster {_SUPERNODE}",
         "adapt doctor",
     )
     + "\n\nExit status: 0 done, 1 a bug, 2 bad input, 3 no feasible plan, 4 a proof failed, "
@@ -300,55 +303,14 @@ def kernels(
         t.show(*([t.picture_of_tuning(tuned)] if tuned else []), *parts)
 
 
-@app.command(
+app.command(
     epilog=_examples(
         f"adapt plan {_TINY} --cluster {_TWO_RANKS}",
-        "adapt plan examples/models/kimi-k3 --cluster examples/clusters/supernode-128.yaml --json",
+        f"adapt plan {_K3} --cluster {_SUPERNODE} --json",
+        f"adapt plan {_K3} --cluster {_SUPERNODE} --allow all",
+        f"adapt plan {_K3} --cluster {_SUPERNODE} --ask ep-curve",
     )
-)
-def plan(
-    model: ModelArg,
-    cluster: ClusterOpt,
-    sequence_length: SequenceOpt = None,
-    global_batch_size: BatchOpt = None,
-    lora_rank: RankOpt = None,
-    fix: FixOpt = None,
-    packed_experts: Annotated[
-        bool,
-        typer.Option(
-            "--packed-experts",
-            help="Also price experts held packed (MXFP4), which the runtime cannot train yet.",
-        ),
-    ] = False,
-    trust_remote_code: TrustOpt = False,
-    as_json: JsonOpt = False,
-    quiet: QuietOpt = False,
-) -> None:
-    """The fastest FSDP2 + expert-parallel plan that fits.
-
-    With memory and time by part, alternatives, and why.
-    """
-    from adapter_agent import terminal as t
-    from adapter_agent.job import Options, make_job
-    from analyzers import analyze as analyze_model
-    from strategies import load_cluster, search
-
-    options = Options(
-        model=model,
-        cluster=cluster,
-        sequence_length=sequence_length,
-        global_batch_size=global_batch_size,
-        lora_rank=lora_rank,
-        fixed=tuple(fix or ()),
-        trust_remote_code=trust_remote_code,
-    )
-    terminal = t.Terminal(quiet=quiet)
-    with t.stdout_kept_clean(), terminal.live():
-        job = make_job(options)
-        found = analyze_model(model, trust_remote_code=trust_remote_code, progress=terminal)
-        terminal("searching plans")
-        best = search(found, load_cluster(cluster), job, packed_experts=packed_experts)
-    _print_json_of(best) if as_json else t.show(t.picture_of_plan(best))
+)(plan)
 
 
 @app.command(

@@ -18,7 +18,7 @@ from strategies.candidates import (
     Candidates,
     Column,
 )
-from strategies.plan_space import PACKED, Space
+from strategies.space import PACKED, Space
 
 MAX_OOM_PROBABILITY = 0.05
 """A plan that is likelier to run out of memory is not offered."""
@@ -52,11 +52,12 @@ class Pricing(Protocol):
 
     def evaluate(self, c: Candidates) -> Prices: ...
 
-    def time_bound(self, c: Candidates) -> Column:
-        """Seconds of a step that no leaf of these stems can beat."""
+    def time_bound(self, c: Candidates, *, even: bool) -> Column:
+        """Seconds of a step that no leaf of these stems can beat; with `even`, however evenly it
+        loads the experts."""
         ...
 
-    def memory_bound(self, c: Candidates) -> Column:
+    def memory_bound(self, c: Candidates, *, even: bool) -> Column:
         """Bytes that every leaf of these stems needs at least."""
         ...
 
@@ -100,7 +101,7 @@ class Solution:
     best: Points | None
     """One row; None where nothing fits or nothing is as fast as the plan to beat."""
     bound: float
-    """Seconds a token that no plan of the space can beat, known before any was priced."""
+    """Seconds a token that no plan of the space can beat, by bounds alone."""
     plans: int
     """Of the space."""
     priced: int
@@ -127,6 +128,8 @@ def price(pricing: Pricing, plans: Candidates) -> Points:
 def price_all(space: Space, pricing: Pricing) -> Points:
     """Every plan of a space that is small enough, whether it fits or not."""
     rows, picks = space.branches(slice(0, len(space.layouts)))
+    if not len(rows):
+        return _no_points(space)
     return price(pricing, space.leaves(space.stems(rows, picks)))
 
 
@@ -134,20 +137,30 @@ def solve(space: Space, pricing: Pricing, *, to_beat: float = np.inf) -> Solutio
     """The fastest plan a token that fits; `to_beat` is one known already, seconds a token."""
     counts = space.leaf_counts()
     total = too_large = 0
-    root = np.inf
+    root, first = np.inf, to_beat
     kept: list[tuple[Column, Column, Column]] = []
     for start in range(0, len(space.layouts), LAYOUTS):
         rows, picks = space.branches(slice(start, start + LAYOUTS))
+        ends = counts[rows] > 0
+        rows, picks = rows[ends], picks[ends]
+        if not len(rows):
+            continue
         total += int(counts[rows].sum())
         stems = space.stems(rows, picks)
-        bound = pricing.time_bound(stems) / step_tokens(stems)
-        root = min(root, bound.min(initial=np.inf))
+        bound = pricing.time_bound(stems, even=space.evens) / step_tokens(stems)
         quick = bound <= to_beat * ROUNDING
+        if not quick.any():
+            continue
         rows, picks, bound = rows[quick], picks[quick], bound[quick]
-        fits = pricing.memory_bound(stems.take(quick)) <= pricing.capacity
+        least = pricing.memory_bound(stems.take(quick), even=space.evens)
+        fits = least <= pricing.capacity
         too_large += int(counts[rows[~fits]].sum())
+        root = min(root, bound[fits].min(initial=np.inf))
         kept.append((bound[fits], rows[fits], picks[fits]))
-    bound, rows, picks = (np.concatenate(columns) for columns in zip(*kept, strict=True))
+    if kept:
+        bound, rows, picks = (np.concatenate(columns) for columns in zip(*kept, strict=True))
+    else:
+        bound, rows, picks = np.empty(0), np.empty(0, int), np.empty(0, int)
     order = np.argsort(bound, kind="stable")
     bound, rows, picks = bound[order], rows[order], picks[order]
 
@@ -166,11 +179,19 @@ def solve(space: Space, pricing: Pricing, *, to_beat: float = np.inf) -> Solutio
             to_beat = min(to_beat, float(best.per_token[0]))
     return Solution(
         best=best,
-        bound=float(root),
+        bound=float(min(root, first)),
         plans=total,
         priced=priced,
         too_large=too_large,
         too_slow=total - too_large - priced,
+    )
+
+
+def _no_points(space: Space) -> Points:
+    none = np.empty(0)
+    names = [f.name for f in fields(Points) if f.name not in ("plans", "fits")]
+    return Points(
+        plans=space.layouts.take(slice(0, 0)), fits=none.astype(bool), **dict.fromkeys(names, none)
     )
 
 

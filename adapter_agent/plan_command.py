@@ -1,0 +1,164 @@
+"""`adapt plan`: the fastest plan, or the answer to one question about it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from adapter_agent.options import (
+    BatchOpt,
+    ClusterOpt,
+    FixOpt,
+    JsonOpt,
+    ModelArg,
+    QuietOpt,
+    RankOpt,
+    SequenceOpt,
+    TrustOpt,
+)
+from adapter_agent.output import print_json_of
+from analyzers.errors import InputError
+
+if TYPE_CHECKING:
+    from strategies.problem import Problem
+    from strategies.schema import Routing
+
+Question = Literal[
+    "fewest-devices", "longest-sequence", "largest-micro-batch", "ep-curve", "degraded-links"
+]
+
+
+def plan(
+    model: ModelArg,
+    cluster: ClusterOpt,
+    ask: Annotated[
+        Question | None, typer.Option(help="Answer this instead of printing the plan.")
+    ] = None,
+    sequence_length: SequenceOpt = None,
+    global_batch_size: BatchOpt = None,
+    lora_rank: RankOpt = None,
+    training: Annotated[
+        Literal["lora", "full"], typer.Option(help="`full` is planned only, not run.")
+    ] = "lora",
+    routing: Annotated[
+        str,
+        typer.Option(
+            metavar="even|power:A|FILE",
+            help="Load of the experts: even, by a power law of exponent A, or tokens by expert as "
+            "a JSON list.",
+        ),
+    ] = "even",
+    fix: FixOpt = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FEATURE",
+            help="Let the plan use what the runtime cannot run yet: pp, tp, cp, selective, "
+            "hierarchical, capacity, copies, packed_experts, offload, or all. Repeatable. Without "
+            "it they are shown as alternatives.",
+        ),
+    ] = None,
+    allow_idle: Annotated[
+        bool, typer.Option("--allow-idle", help="Leave devices idle where fewer are faster.")
+    ] = False,
+    link_scale: Annotated[
+        float,
+        typer.Option(
+            min=0.01, max=1.0, help="With --ask degraded-links: rate of the slow links, of sound."
+        ),
+    ] = 0.5,
+    trust_remote_code: TrustOpt = False,
+    as_json: JsonOpt = False,
+    quiet: QuietOpt = False,
+) -> None:
+    """The fastest plan that fits, proven within the cost model.
+
+    With memory and time by part and their intervals, alternatives, what the runtime lacks and
+    would gain, and why. Or, with --ask, one question: the fewest devices, the longest sequence,
+    the largest micro-batch, the best EP over tokens a rank, the cost of slow links.
+    """
+    from adapter_agent import plan_picture
+    from adapter_agent import terminal as t
+    from adapter_agent.job import Options, make_job
+    from analyzers import analyze as analyze_model
+    from strategies import load_cluster, search
+    from strategies.problem import make_problem
+    from strategies.space import FEATURES
+
+    options = Options(
+        model=model,
+        cluster=cluster,
+        sequence_length=sequence_length,
+        global_batch_size=global_batch_size,
+        lora_rank=lora_rank,
+        fixed=tuple(fix or ()),
+        trust_remote_code=trust_remote_code,
+    )
+    features = set(allow or ())
+    if "all" in features:
+        features = features - {"all"} | FEATURES.keys()
+    terminal = t.Terminal(quiet=quiet)
+    with t.stdout_kept_clean(), terminal.live():
+        job = replace(make_job(options), training=training, routing=routing_of(routing))
+        devices = load_cluster(cluster)
+        found = analyze_model(model, trust_remote_code=trust_remote_code, progress=terminal)
+        terminal("searching plans")
+        if ask:
+            problem = make_problem(found, devices, job, allow=features)
+            said = _answer(ask, problem, link_scale)
+        else:
+            said = search(found, devices, job, allow=features, allow_idle=allow_idle)
+    print_json_of(said) if as_json else t.show(plan_picture.picture(said))
+
+
+def _answer(ask: Question, problem: Problem, link_scale: float) -> Any:
+    from strategies import answers
+
+    if ask == "degraded-links":
+        return answers.degraded_links(problem, link_scale)
+    return {
+        "fewest-devices": answers.fewest_devices,
+        "longest-sequence": answers.longest_sequence,
+        "largest-micro-batch": answers.largest_micro_batch,
+        "ep-curve": answers.ep_curve,
+    }[ask](problem)
+
+
+def routing_of(text: str) -> Routing:
+    """`even`, `power:0.3`, or a JSON file with one number of tokens an expert.
+
+    Raises InputError.
+    """
+    from strategies.schema import Routing
+
+    fix = "even, power:0.3, or a file with a JSON list of tokens by expert"
+    if text == "even":
+        return Routing()
+    if text.startswith("power:"):
+        try:
+            exponent = float(text.removeprefix("power:"))
+        except ValueError:
+            exponent = math.nan
+        if not 0 <= exponent <= 4:
+            fault = f"'{text}' has no exponent between 0 and 4"
+            raise InputError("--routing", fault=fault, fix=fix)
+        return Routing(exponent=exponent)
+    path = Path(text)
+    try:
+        loads = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as e:
+        raise InputError("--routing", fault=f"'{text}' cannot be read: {e}", fix=fix) from e
+    if not isinstance(loads, list) or not loads:
+        raise InputError(path, fault="is no list of tokens by expert", fix=fix)
+    for i, n in enumerate(loads):
+        if not isinstance(n, int | float) or isinstance(n, bool) or not 0 <= n < math.inf:
+            fault = f"{n!r} is no number of tokens"
+            raise InputError(path, field=f"[{i}]", fault=fault, fix=fix)
+    if not sum(loads):
+        raise InputError(path, fault="gives no expert any token", fix=fix)
+    return Routing(loads=[float(n) for n in loads])
