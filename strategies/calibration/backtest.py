@@ -56,7 +56,7 @@ class Score:
     peak_memory_p90_error: float | None
     peak_memory_bias: float | None
     rank_correlation: float | None
-    """Spearman's of predicted and measured step times."""
+    """Spearman's of predicted and measured step times of plans."""
     throughput_rank_correlation: float | None
     """Spearman's of predicted and measured seconds a token and device: the harder question, since
     the size of a step says nothing."""
@@ -117,7 +117,7 @@ def score(predictions: Iterable[Prediction]) -> Score:
     rows = list(predictions)
     time = _errors(p.step_time_error for p in rows)
     memory = _errors(p.peak_memory_error for p in rows)
-    timed = [p for p in rows if p.case.seconds]
+    plans = _plans(rows)
     failed = [p for p in rows if p.case.out_of_memory is True]
     ran = [p for p in rows if p.case.out_of_memory is False]
     failed_right = sum(p.oom_probability > 0.5 for p in failed)
@@ -133,8 +133,8 @@ def score(predictions: Iterable[Prediction]) -> Score:
         peak_memory_median_error=_quantile(np.abs(memory), 0.5),
         peak_memory_p90_error=_quantile(np.abs(memory), 0.9),
         peak_memory_bias=_quantile(memory, 0.5),
-        rank_correlation=spearman([(p.seconds, p.case.seconds or 0) for p in timed]),
-        throughput_rank_correlation=spearman([_per_token(p) for p in timed]),
+        rank_correlation=spearman([(p, m) for p, m, _ in plans]),
+        throughput_rank_correlation=spearman([(p * each, m * each) for p, m, each in plans]),
         oom_accuracy=(failed_right + ran_right) / judged if judged else None,
         oom_right=failed_right,
         oom_rows=len(failed),
@@ -221,11 +221,24 @@ def _quantile(values: np.ndarray, share: float) -> float | None:
     return float(np.quantile(values, share)) if len(values) else None
 
 
-def _per_token(p: Prediction) -> tuple[float, float]:
-    c = p.case.plan
-    tokens = c.tokens[0] * c.gradient_accumulation[0] * c.cp[0] * c.data_ranks[0]
-    each = float(p.case.layout.devices / tokens)
-    return p.seconds * each, (p.case.seconds or 0) * each
+def _plans(rows: Sequence[Prediction]) -> list[tuple[float, float, float]]:
+    """Predicted and measured seconds of each plan and 1 / (its tokens a device).
+
+    Rows that differ in what is no part of a plan (software versions, variants of a kernel) are one
+    plan, measured by their median: no planner can rank them.
+    """
+    groups: dict[tuple, list[Prediction]] = defaultdict(list)
+    for p in rows:
+        if p.case.seconds:
+            key = (id(p.case.work), id(p.case.cluster), tuple(p.case.layout.columns.values()))
+            groups[key].append(p)
+    found = []
+    for same in groups.values():
+        c, devices = same[0].case.plan, same[0].case.layout.devices
+        tokens = c.tokens[0] * c.gradient_accumulation[0] * c.cp[0] * c.data_ranks[0]
+        measured = float(np.median([p.case.seconds for p in same]))
+        found.append((same[0].seconds, measured, float(devices / tokens)))
+    return found
 
 
 def spearman(pairs: Sequence[tuple[float, float]]) -> float | None:

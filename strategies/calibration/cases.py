@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from strategies.calibration.hardware import cluster_of, device_of
 from strategies.calibration.layout import Layout, Unknown, layout
 from strategies.calibration.models import find_model
-from strategies.calibration.published import PublishedRun, organisation, supplemented
+from strategies.calibration.published import PublishedRun, faulty, organisation, supplemented
 from strategies.calibration.shapes import shape
 from strategies.candidates import Candidates, columns
 from strategies.cluster import Cluster
@@ -97,12 +97,14 @@ def case(run: PublishedRun) -> Case:
         raise Unknown(f"no training run: {run.kind}")
     if run.confidence == "low":
         raise Unknown("low confidence")
+    if reason := faulty(run):
+        raise Unknown(reason)
     named = find_model(run.model)
     if named is None:
         raise Unknown("the model's shape is not public, or not described here")
     if named.towers:
         raise Unknown("images or sound are part of the run")
-    if device_of(run.gpu) is None:
+    if device_of(run.gpu) is None or "power limited" in run.gpu.lower():
         raise Unknown("the device's facts are not known")
     analysis = shape(named.shape)
     found = layout(run, experts=analysis.experts is not None)

@@ -47,6 +47,8 @@ def layout(run: PublishedRun, *, experts: bool) -> Layout:
         raise Unknown("its expert-parallel group shares one batch: no dispatch of tokens")
     devices = run.num_gpus or _never("the number of devices is not stated")
     sequence = run.seq_len or _never("the sequence length is not stated")
+    if _script(run) and "packing" not in run.notes.lower():
+        raise Unknown("its sequences are shorter than the length that is stated")
     tp, pp, cp = _degrees(run, devices)
     if devices % (tp * pp * cp):
         raise Unknown("the degrees do not divide the devices")
@@ -84,6 +86,11 @@ def layout(run: PublishedRun, *, experts: bool) -> Layout:
     )
 
 
+def _script(run: PublishedRun) -> bool:
+    """Of fine-tuning on real data: lengths are limits unless documents are packed."""
+    return bool(re.search(r"\.sh\b", run.source)) and run.task != "pretrain"
+
+
 def _never(reason: str) -> int:
     raise Unknown(reason)
 
@@ -109,8 +116,7 @@ def _degrees(run: PublishedRun, devices: int) -> tuple[int, int, int]:
     ranks = run.dp or _shard_number(run) or 1
     if run.gbs and run.local_bs and (run.ga or 1) == 1 and run.gbs % run.local_bs == 0:
         ranks = max(ranks, run.gbs // run.local_bs)
-    script = re.search(r"\.sh\b", run.source)
-    if product * ranks == devices or script:
+    if product * ranks == devices or _script(run):
         said = {name: v or 1 for name, v in said.items()}
     for name, value in said.items():
         if value is None:

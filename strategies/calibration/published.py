@@ -75,12 +75,25 @@ def published_runs() -> list[PublishedRun]:
 
 
 def supplemented(run: PublishedRun) -> PublishedRun:
-    """The row with the empty cells that its source fills elsewhere (`supplements.yaml`)."""
+    """The row with what its source says elsewhere than in its table (`supplements.yaml`)."""
     for entry in _supplements():
-        if re.search(entry["source"], run.source) and re.search(entry.get("model", ""), run.model):
-            empty = {n: v for n, v in entry["set"].items() if getattr(run, n) is None}
-            run = dataclasses.replace(run, **empty)
+        if _concerns(entry, run):
+            empty = {n: v for n, v in entry.get("set", {}).items() if not getattr(run, n)}
+            run = dataclasses.replace(run, **empty, **entry.get("correct", {}))
     return run
+
+
+def faulty(run: PublishedRun) -> str | None:
+    """Why the row's own source says that it should not be counted."""
+    found = (e["leave_out"] for e in _supplements() if "leave_out" in e and _concerns(e, run))
+    return next(found, None)
+
+
+def _concerns(entry: dict, run: PublishedRun) -> bool:
+    return all(
+        re.search(entry.get(name, ""), getattr(run, name))
+        for name in ("source", "model", "precision")
+    )
 
 
 @functools.cache
