@@ -17,7 +17,7 @@ from runtime.launch import Progress, local_devices, run_ranks
 SIZES_MIB = {"cpu": (0.0625, 0.25, 1.0, 4.0, 16.0)}
 DEFAULT_SIZES_MIB = (0.0625, 1.0, 16.0, 64.0, 256.0, 1024.0)
 COPY_MIB = {"cpu": 64.0}
-DEFAULT_COPY_MIB = 1024.0
+DEFAULT_COPY_MIB = 512.0
 SECONDS = {"cpu": 0.2}
 DEFAULT_SECONDS = 0.05
 """For one measurement; a probe of two ranks makes about thirty."""

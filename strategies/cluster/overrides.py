@@ -131,5 +131,15 @@ def _without(yaml: YamlFile, cluster: Cluster, faults: _Faults) -> Cluster:
         tiers=tuple(tiers),
         node_names=names,
         hostlist=tuple(compress_hostlist(names)),
-        notes=(*cluster.notes, note),
+        notes=(*cluster.notes, note, *_devices_left(cluster, faults, left.nodes)),
     )
+
+
+def _devices_left(cluster: Cluster, faults: _Faults, used: tuple[int, ...]) -> list[str]:
+    """For nodes in use with devices down: which devices their ranks may see."""
+    notes = []
+    for node in used:
+        if down := faults.devices.get(node):
+            left = ",".join(str(i) for i in range(cluster.devices_per_node) if i not in down)
+            notes.append(f"ranks on {cluster.node_names[node]} may see devices {left} alone")
+    return notes

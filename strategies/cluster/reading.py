@@ -209,9 +209,11 @@ def read_json(path: Path, text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as e:
-        raise InputError(f"{path}:{e.lineno}", fault=f"broken JSON: {e.msg}") from e
+        fault, fix = f"broken JSON: {e.msg.lower()}", "mend that line"
+        raise InputError(f"{path}:{e.lineno}", fault=fault, fix=fix) from e
     except (RecursionError, ValueError) as e:
-        raise InputError(path, fault="broken JSON: nested too deeply or a huge number") from e
+        fault = "broken JSON: nested too deeply or a huge number"
+        raise InputError(path, fault=fault, fix="give the topology alone") from e
 
 
 def _is_branch(part: int | str) -> bool:

@@ -3,6 +3,7 @@
 Expected values are read off the samples by hand, and device rates off their data sheets.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -391,6 +392,8 @@ REFUSED = {
         '<system><cpu><gpu dev="0"><nvlink target="2"/></gpu></cpu></system>',
         "<nvlink> has no number 'count'",
     ),
+    "broken json": ("t.json", '{"items": [\n}', "t.json:2: broken JSON: expecting value (mend"),
+    "deep json": ("t.json", "[" * 200_000, "broken JSON: nested too deeply"),
     "empty": ("t.conf", " \n", "is empty"),
     "prose": ("t.txt", "the cluster has 8 nodes", "is in no format that is known"),
     "binary": ("t.xml", None, "is not UTF-8 text"),
@@ -437,10 +440,22 @@ def test_a_file_too_large_to_be_a_topology_is_not_read(tmp_path):
     path = tmp_path / "t.yaml"
     with path.open("wb") as f:
         f.truncate(100 * 2**20)
-    with pytest.raises(InputError, match="is larger than 8192 KiB"):
+    with pytest.raises(InputError, match="is larger than 32768 KiB"):
         read_foreign(path)
     with pytest.raises(InputError, match="is not a regular file"):
         read_foreign(Path("/dev/zero"))
+    path.write_text("switches:\n" + "  s: {}\n" * 200_000)
+    with pytest.raises(InputError, match=r"is YAML of more than 1024 KiB \(give it as JSON"):
+        read_foreign(path)
+
+
+def test_labels_as_json_are_those_as_yaml(tmp_path):
+    text = (SAMPLES / "topograph-labels.yaml").read_text()
+    path = tmp_path / "nodes.json"
+    path.write_text(json.dumps(yaml.safe_load(text), indent=2))
+    assert assemble([read_foreign(path)], device="h200") == take(
+        "topograph-labels.yaml", device="h200"
+    )
 
 
 def test_gpus_of_another_kind_are_noticed():

@@ -59,6 +59,7 @@ def test_a_device_that_is_down_costs_least_where_nodes_are_many(tmp_path):
     cluster = load(tmp_path, {"match": "a1/gpu3", "down": True})
     assert [t.size for t in cluster.tiers] == [7, 4, 2]
     assert cluster.world_size == 56
+    assert cluster.notes[1:] == ("ranks on a1 may see devices 0,1,2,4,5,6,7 alone",)
 
 
 def test_a_slow_nic_slows_the_tiers_with_rails_alone(tmp_path):

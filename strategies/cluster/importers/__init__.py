@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from strategies.cluster.schema import TierEntry, TopologyFile
 
 FORMATS: tuple[str, ...] = get_args(Format)
-MAX_FILE_BYTES = 8 * 1024 * 1024
+MAX_FILE_BYTES = 32 * 1024 * 1024
+MAX_YAML_BYTES = 1024 * 1024
+"""Parsing takes seconds a megabyte, and JSON none."""
 
 
 def read_foreign(path: Path, format: str | None = None, *, topology: str | None = None) -> Found:
@@ -38,10 +40,7 @@ def read_foreign(path: Path, format: str | None = None, *, topology: str | None 
     if format == "nvidia_smi":
         fault = "has no line of GPU0 GPU1 ..."
         raise InputError(path, fault=fault, fix="give the output of nvidia-smi topo -m")
-    if text.lstrip()[0] in "{[" and path.suffix == ".json":
-        yaml = YamlFile(path, read_json(path, text), None)
-    else:
-        yaml = parse_yaml(path, text)
+    yaml = _values(path, text)
     if isinstance(yaml.data, list) and format in (None, "slurm"):
         return slurm.read_topologies(yaml, topology)
     if isinstance(yaml.data, dict) and format in (None, "topograph"):
@@ -51,6 +50,16 @@ def read_foreign(path: Path, format: str | None = None, *, topology: str | None 
             return topograph.read_model(yaml)
     fault = "is in no format that is known" if format is None else f"is not of the format {format}"
     raise InputError(path, fault=fault, fix=f"--format one of: {', '.join(FORMATS)}")
+
+
+def _values(path: Path, text: str) -> YamlFile:
+    """JSON or YAML."""
+    if text.lstrip()[0] in "{[":
+        return YamlFile(path, read_json(path, text), None)
+    if len(text) > MAX_YAML_BYTES:
+        fault = f"is YAML of more than {MAX_YAML_BYTES // 1024} KiB"
+        raise InputError(path, fault=fault, fix="give it as JSON, e.g. kubectl get nodes -o json")
+    return parse_yaml(path, text)
 
 
 def fill_in(
