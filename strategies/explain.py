@@ -123,6 +123,13 @@ def explain(
     tried = [FEATURES[f] for f in problem.features if f not in problem.allow]
     lacking = plan.missing
     vain = [name for name in tried if not any(a.missing == [*lacking, name] for a in gains)]
+    beyond = plan.searched_beyond
+    if beyond:
+        said.append(
+            f"With all that the runtime lacks there are {beyond.plans:,} plans; {beyond.priced:,} "
+            f"were priced, {beyond.too_large:,} cannot fit and {beyond.too_slow:,} cannot be "
+            "faster, by proven bounds."
+        )
     if vain:
         said.append(f"Alone, none of these would save time: {', '.join(vain)}.")
     return [*said, _assumptions(problem)]

@@ -233,6 +233,8 @@ class Plan:
     survey: list[Cell] = field(default_factory=list)
     """Every EP and micro-batch that was priced."""
     searched: Searched | None = None
+    searched_beyond: Searched | None = None
+    """The same for the space with everything that the runtime lacks."""
     explanation: list[str] = field(default_factory=list)
     origins: dict[str, str] = field(default_factory=dict)
     """Where the rates came from: quantity -> `spec`, `measured`, `note`, `default`."""

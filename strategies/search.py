@@ -21,7 +21,7 @@ from strategies.parts import fastest_part
 from strategies.pricing import plan_fields
 from strategies.problem import Problem, make_problem
 from strategies.schema import Alternative, Job, Plan, Searched
-from strategies.solver import Points, price_all, solve, step_tokens
+from strategies.solver import Points, Solution, price_all, solve, step_tokens
 from strategies.space import FEATURES
 
 WORTH = 0.005
@@ -56,7 +56,7 @@ def search(
         told = [alternative(problem, fitting.best, best, "fastest that can be run", bound)]
     else:
         told = pareto_alternatives(problem, fitting, best, bound)
-    gains = _gains(problem, best)
+    gains, beyond = _gains(problem, best)
     lacks = missing(problem, best.plans)
     used = problem.cluster
     plan = Plan(
@@ -68,6 +68,7 @@ def search(
         families=families(problem, table, best, predicted) if len(table) else {},
         survey=cells(problem, table),
         searched=searched,
+        searched_beyond=beyond,
         origins=problem.pricing.origins(best.plans),
         backend=used.device.name,
         lora=job.lora,
@@ -94,12 +95,7 @@ def _fastest(problem: Problem) -> tuple[Points, float, Searched, Points]:
         if not found.plans:
             raise no_layout(problem)
         best, bound = found.best or best, found.bound
-        searched = Searched(
-            plans=found.plans,
-            priced=found.priced,
-            too_large=found.too_large,
-            too_slow=found.too_slow,
-        )
+        searched = _searched(found)
     elif len(table):
         bounds = pricing.time_bound(table.plans) / step_tokens(table.plans)
         small = pricing.memory_bound(table.plans) <= pricing.capacity
@@ -112,29 +108,43 @@ def _fastest(problem: Problem) -> tuple[Points, float, Searched, Points]:
     return best, bound, searched, table
 
 
-def _gains(problem: Problem, best: Points) -> list[Alternative]:
-    """What each feature that the runtime lacks would gain, and all of them together.
+def _searched(found: Solution) -> Searched:
+    return Searched(
+        plans=found.plans,
+        priced=found.priced,
+        too_large=found.too_large,
+        too_slow=found.too_slow,
+    )
+
+
+def _gains(problem: Problem, best: Points) -> tuple[list[Alternative], Searched | None]:
+    """What each feature that the runtime lacks would gain, and all of them together, and how the
+    space with all of them was searched.
 
     Packed experts are told even where they gain nothing: they decide how much memory is left.
     """
     pricing, fastest = problem.pricing, float(best.per_token[0])
     others = [f for f in problem.features if f not in problem.allow]
     found: list[tuple[Points, Alternative]] = []
+    beyond: Searched | None = None
 
-    def look(why: str, to_beat: float, allow: Collection[str], require: str | None) -> None:
+    def look(why: str, to_beat: float, allow: Collection[str], require: str | None) -> Solution:
         space = problem.space(allow, require=require)
         solution = solve(space, pricing, to_beat=to_beat)
         if solution.best:
             told = alternative(problem, solution.best, best, why, solution.bound)
             found.append((solution.best, told))
+        return solution
 
     for name in others:
         to_beat = np.inf if name == "packed_experts" else fastest * (1 - WORTH)
         look(f"with {FEATURES[name]}", to_beat, problem.allow, name)
     if len(others) > 1:
         known = min([fastest, *(float(p.per_token[0]) for p, _ in found)])
-        look("with all of these", known * (1 - WORTH), {*problem.allow, *others}, None)
-    return [told for _, told in found]
+        beyond = _searched(
+            look("with all of these", known * (1 - WORTH), {*problem.allow, *others}, None)
+        )
+    return [told for _, told in found], beyond
 
 
 def _rejected(problem: Problem, table: Points, searched: Searched) -> dict[str, int]:
