@@ -72,6 +72,10 @@ def plan(
             min=0.01, max=1.0, help="With --ask degraded-links: rate of the slow links, of sound."
         ),
     ] = 0.5,
+    figures: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write plan.json, a page of the plan and its figures."),
+    ] = None,
     trust_remote_code: TrustOpt = False,
     as_json: JsonOpt = False,
     quiet: QuietOpt = False,
@@ -113,6 +117,11 @@ def plan(
             said = _answer(ask, problem, link_scale)
         else:
             said = search(found, devices, job, allow=features, allow_idle=allow_idle)
+            if figures is not None:
+                from adapter_agent.report import write_plan_figures
+
+                for path in write_plan_figures(said, found, devices, job, figures):
+                    terminal.settle(f"wrote {path}")
     print_json_of(said) if as_json else t.show(plan_picture.picture(said))
 
 
