@@ -88,7 +88,7 @@ def predict(cases: Sequence[Case], constants: Constants) -> list[Prediction]:
             state_gib=float(found.state_gib[i]),
             oom_probability=float(found.oom_probability[i]),
         )
-        for i, case in enumerate(table.cases)
+        for i, case in enumerate(cases)
     ]
 
 
@@ -104,9 +104,9 @@ def leave_one_out(
     constants: dict[str, Constants] = {}
     by_organisation: dict[str, list[Case]] = defaultdict(list)
     for case in cases:
-        by_organisation[case.organisation].append(case)
+        by_organisation[case.source].append(case)
     for name, held_out in by_organisation.items():
-        others = [c for c in learned if c.organisation != name]
+        others = [c for c in learned if c.source != name]
         constants[name] = fit(Table(others), ranges)
         found += predict(held_out, constants[name])
     order = {id(c): i for i, c in enumerate(cases)}
@@ -147,7 +147,7 @@ def by_source(predictions: Sequence[Prediction]) -> dict[str, list[Prediction]]:
     """Largest first."""
     groups: dict[str, list[Prediction]] = defaultdict(list)
     for p in predictions:
-        groups[p.case.organisation].append(p)
+        groups[p.case.source].append(p)
     return dict(sorted(groups.items(), key=lambda item: -len(item[1])))
 
 
@@ -183,7 +183,7 @@ def as_data(result: Backtest) -> dict:
         "predictions": [
             {
                 "id": p.case.run.id,
-                "source": p.case.organisation,
+                "source": p.case.source,
                 "model": p.case.run.model,
                 "gpu": p.case.run.gpu,
                 "step_time_s": p.case.seconds,
@@ -236,7 +236,7 @@ def _plans(rows: Sequence[Prediction]) -> list[tuple[float, float, float]]:
     for same in groups.values():
         c, devices = same[0].case.plan, same[0].case.layout.devices
         tokens = c.tokens[0] * c.gradient_accumulation[0] * c.cp[0] * c.data_ranks[0]
-        measured = float(np.median([p.case.seconds for p in same]))
+        measured = float(np.median([p.case.seconds or np.nan for p in same]))
         found.append((same[0].seconds, measured, float(devices / tokens)))
     return found
 

@@ -11,12 +11,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from strategies.calibration.fit import Row
 from strategies.calibration.hardware import cluster_of, device_of
 from strategies.calibration.layout import Layout, Unknown, layout
 from strategies.calibration.models import find_model
 from strategies.calibration.published import PublishedRun, faulty, organisation, supplemented
 from strategies.calibration.shapes import shape
-from strategies.candidates import Candidates, columns
+from strategies.candidates import columns
 from strategies.cluster import Cluster
 from strategies.cost.compute import DTYPE_OF
 from strategies.cost.routing import BALANCED, Routing
@@ -35,21 +36,11 @@ what most rows say."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """One row as the planner sees it, with what was measured."""
+class Case(Row):
+    """One published row as the planner sees it; its source is the organisation."""
 
     run: PublishedRun
-    organisation: str
-    work: Workload
-    cluster: Cluster
-    plan: Candidates
-    """One row."""
     layout: Layout
-    seconds: float | None
-    """Of one optimizer step."""
-    peak_gib: float | None
-    """As the allocator counts it, or the driver where `whole_device`."""
-    whole_device: bool
     out_of_memory: bool | None
     """None where nothing was said of it."""
 
@@ -122,7 +113,7 @@ def case(run: PublishedRun) -> Case:
         raise Unknown("nothing measured that a plan predicts")
     return Case(
         run=run,
-        organisation=organisation(run),
+        source=organisation(run),
         work=work,
         cluster=cluster,
         plan=columns(**found.columns),
@@ -175,6 +166,8 @@ def routing(run: PublishedRun) -> Routing:
     said = run.routing.lower()
     if "natural" in said or "learned" in said:
         return NATURAL
+    if said.startswith("fake_balanced_gate"):
+        return Routing(consecutive=True)
     if match := re.match(r"power_law_([\d.]+)", said):
         return Routing(exponent=float(match[1]) - 1)
     return BALANCED

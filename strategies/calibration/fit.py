@@ -24,9 +24,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from strategies import cost
-from strategies.calibration.cases import Case
 from strategies.candidates import Candidates
+from strategies.cluster import Cluster
 from strategies.cost.constants import Constants
+from strategies.workload import Workload
 
 GIB = 2**30
 WIDTH = {"seconds": 0.15, "peak_gib": 0.10}
@@ -54,55 +55,72 @@ class Range:
         return (self.high - self.low) / 4
 
 
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A plan that was run, and what was measured of it; None where it was not."""
+
+    source: str
+    """Whose software, clocks and habits it shares."""
+    work: Workload
+    cluster: Cluster
+    plan: Candidates
+    """Of length one."""
+    seconds: float | None
+    """Of one optimizer step."""
+    peak_gib: float | None
+    """As the allocator counts it, or the driver where `whole_device`."""
+    whole_device: bool = False
+
+
 @dataclass(frozen=True)
 class Batch:
-    """Cases of one workload on one cluster, evaluated together."""
+    """Rows of one workload on one cluster, evaluated together."""
 
     rows: np.ndarray
-    """Positions in the list of all cases."""
-    first: Case
+    """Positions in the list of all rows."""
+    first: Row
     plans: Candidates
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """Columns, one value a case."""
+    """Columns, one value a row."""
 
     seconds: np.ndarray
     peak_gib: np.ndarray
-    """As the case's memory was counted: by the allocator, or by the driver."""
+    """As the row's memory was counted: by the allocator, or by the driver."""
     state_gib: np.ndarray
     """Of it, weights, gradients and optimizer states."""
     oom_probability: np.ndarray
 
 
 class Table:
-    """Cases grouped for evaluation under many constants at once."""
+    """Rows grouped for evaluation under many constants at once."""
 
-    def __init__(self, cases: Iterable[Case]) -> None:
-        self.cases = list(cases)
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self.rows = list(rows)
         groups: dict[tuple[int, int], list[int]] = {}
-        for i, case in enumerate(self.cases):
-            groups.setdefault((id(case.work), id(case.cluster)), []).append(i)
+        for i, row in enumerate(self.rows):
+            groups.setdefault((id(row.work), id(row.cluster)), []).append(i)
         self.batches = [
-            Batch(np.array(rows), self.cases[rows[0]], _stack([self.cases[i].plan for i in rows]))
-            for rows in groups.values()
+            Batch(np.array(at), self.rows[at[0]], _stack([self.rows[i].plan for i in at]))
+            for at in groups.values()
         ]
-        names = sorted({c.organisation for c in self.cases})
-        self.source = np.array([names.index(c.organisation) for c in self.cases], dtype=int)
+        names = sorted({r.source for r in self.rows})
+        self.source = np.array([names.index(r.source) for r in self.rows], dtype=int)
         self.sources = names
         self.measured = {
-            "seconds": np.array([c.seconds or np.nan for c in self.cases], dtype=float),
-            "peak_gib": np.array([c.peak_gib or np.nan for c in self.cases], dtype=float),
+            "seconds": np.array([r.seconds or np.nan for r in self.rows], dtype=float),
+            "peak_gib": np.array([r.peak_gib or np.nan for r in self.rows], dtype=float),
         }
 
     def costs(self, points: Sequence[Constants]) -> list[Predicted]:
-        """What each point predicts for all cases."""
+        """What each point predicts for all rows."""
         names = [f.name for f in dataclasses.fields(Predicted)]
-        found = {name: np.empty((len(points), len(self.cases))) for name in names}
+        found = {name: np.empty((len(points), len(self.rows))) for name in names}
         for batch in self.batches:
             size = len(batch.rows)
-            driver = np.array([self.cases[i].whole_device for i in batch.rows])
+            driver = np.array([self.rows[i].whole_device for i in batch.rows])
             step = max(ROWS_AT_ONCE // size, 1)
             for start in range(0, len(points), step):
                 some = points[start : start + step]
@@ -125,7 +143,7 @@ class Table:
         return [Predicted(**{name: found[name][i] for name in names}) for i in range(len(points))]
 
     def errors(self, points: Sequence[Constants]) -> dict[str, np.ndarray]:
-        """Log of predicted over measured by quantity, [points, cases]; nan where not measured."""
+        """Log of predicted over measured by quantity, [points, rows]; nan where not measured."""
         found = self.costs(points)
         return {
             name: np.log(np.stack([getattr(f, name) for f in found]) / measured)
@@ -144,17 +162,17 @@ def _columns(points: Sequence[Constants], size: int) -> Constants:
     return Constants(**values)  # type: ignore[arg-type]
 
 
-def weights(cases: Sequence[Case]) -> np.ndarray:
-    """One a case: an organisation's rows add up to the square root of their number."""
-    rows = Counter(c.organisation for c in cases)
-    return np.array([rows[c.organisation] ** -0.5 for c in cases])
+def weights(rows: Sequence[Row]) -> np.ndarray:
+    """One a row: those of a source add up to the square root of their number."""
+    counts = Counter(r.source for r in rows)
+    return np.array([counts[r.source] ** -0.5 for r in rows])
 
 
 def fit(
     table: Table, ranges: Mapping[str, Range], *, weight: np.ndarray | None = None
 ) -> Constants:
     """The constants with the least loss. `weight` replaces `weights`, e.g. by a bootstrap's."""
-    w = weights(table.cases) if weight is None else weight
+    w = weights(table.rows) if weight is None else weight
     low = np.array([r.low for r in ranges.values()])
     high = np.array([r.high for r in ranges.values()])
     expected = np.array([r.expected for r in ranges.values()])
