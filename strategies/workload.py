@@ -96,8 +96,8 @@ class Kind:
     saved_routed: Work
     """The share of `saved_bytes` that the routed experts keep."""
     selective_bytes: Work
-    """Kept under selective recomputation, adapters' needs apart: outputs of products and of
-    attention cores."""
+    """Kept under selective recomputation: outputs of every second product and of attention
+    cores, as torchtitan's policy for single operators does."""
     selective_routed: Work
     """The share of `selective_bytes` that the routed experts keep."""
     kv_width: int
@@ -315,8 +315,8 @@ def _fused(gemms: list[Gemm]) -> tuple[Gemm, ...]:
 
 
 def _outputs(work: PartWork) -> float:
-    """Bytes a token of the outputs of a part's products, and of the core before the last one."""
-    outputs = sum(g.out_features for g in work.gemms)
+    """Bytes a token of the outputs of every second product, and of the core before the last one."""
+    outputs = sum(g.out_features for g in work.gemms) / 2
     if work.name == "mixer" and work.gemms:
         outputs += work.gemms[-1].in_features
     return BFLOAT16 * work.visits * outputs

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from analyzers.backends import Backend, Fact
 from analyzers.errors import InputError
+from analyzers.schema import Work
 from strategies.candidates import EXPERT_FORMATS, RECOMPUTATION, Candidates, Column
 from strategies.cost.columns import at, causal, distinct
 from strategies.cost.constants import Constants
@@ -23,6 +24,10 @@ EXPERT_BYTES = {"bf16": 2.0, "fp32": 4.0, "mxfp4": 0.53, "fp8": 1.0}
 """Bytes per routed-expert parameter; MXFP4 is 4 bits and one scale byte for 32 values."""
 DTYPE_OF = {"bf16": "bfloat16", "fp8": "float8", "mxfp8": "mxfloat8", "nvfp4": "nvfloat4"}
 """Key in a backend's `matmul_tflops`."""
+LINEAR_SHARE, LINEAR_SHARE_BACKWARD = 0.10, 0.074
+"""Of the achievable matmul rate, reached by chunked linear attention, whose products are small.
+Measured on an H200 (docs/kernels/linear-attention.md): KDA, 32 heads of 128, 8,192 tokens takes
+0.66 ms forward for 47 GFLOP and 2.61 ms backward for 133 GFLOP, of 690 TFLOP/s."""
 QUANTISED_BYTES = {"bf16": 0.0, "fp8": 4.0, "mxfp8": 4.0, "nvfp4": 3.0}
 """Moved to quantise one activation: bf16 read, the result written in both orientations."""
 WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1.03, "nvfp4": 0.56}
@@ -127,10 +132,8 @@ def block_passes(
         if part.name in ("vision", "embedding"):
             continue
         once, gradient = _products(part, work, c, known, k, load)
-        core = share * causal(part.core, c.sequence_length)
-        core = core / (known.bf16_matmul * k.attention_share)
-        core_back = share * causal(part.core_backward, c.sequence_length)
-        core_back = core_back / (known.bf16_matmul * k.attention_share)
+        core = share * _core(part.core, c, known, k, LINEAR_SHARE)
+        core_back = share * _core(part.core_backward, c, known, k, LINEAR_SHARE_BACKWARD)
         scale = share * known.dtype_bytes / 2 / moved_rate
         moved = scale * at(part.moved, c.sequence_length)
         moved_back = scale * at(part.moved_backward, c.sequence_length)
@@ -138,7 +141,7 @@ def block_passes(
             moved, moved_back = moved * load.overload, moved_back * load.overload
         forward = forward + once + core + moved
         backward = backward + (once + gradient if full else once) + core_back + moved_back
-        again = again + moved
+        again = again + moved + once / 2
         if part.core.per_pair or part.core.per_window:
             core_seconds = core_seconds + core
     if work.lora_rank:
@@ -153,6 +156,13 @@ def block_passes(
     recomputed = np.where(c.recomputation == FULL, forward, 0.0)
     recomputed = np.where(c.recomputation == SELECTIVE, again, recomputed)
     return Passes(forward=forward, backward=backward + recomputed, core=core_seconds)
+
+
+def _core(work: Work, c: Candidates, known: Rates, k: Constants, linear_share: float) -> Column:
+    """Seconds of one document: attention over pairs or windows, and linear attention by tokens."""
+    pairs = causal(replace(work, per_token=0.0), c.sequence_length)
+    tokens = work.per_token * c.sequence_length
+    return (pairs / k.attention_share + tokens / linear_share) / known.bf16_matmul
 
 
 def _products(

@@ -24,7 +24,7 @@ class Constants:
     """Of the achievable matmul rate, reached by attention and linear-attention cores."""
     memory_share: float = 0.6
     """Of the memory rate, reached by operators that multiply nothing."""
-    host_calls: float = 3.0
+    host_calls: float = 35.0
     """Kernel launches that the host spends on one operator call of the analysis."""
     shard_overlap: float = 0.7
     """Of a layer's time, behind which gathers of sharded weights and reductions of gradients
@@ -35,7 +35,7 @@ class Constants:
     """Of the token exchange, hidden behind other work."""
     exchange_share: float = 0.7
     """Of the rate that other collectives reach on a link, reached by the token exchange."""
-    dispatch_seconds: float = 60e-6
+    dispatch_seconds: float = 120e-6
     """Fixed cost of one dispatch or combine: counts, layout, synchronisation."""
     saved_share: float = 1.0
     """Activations that a framework keeps, relative to those that the analysis counts."""

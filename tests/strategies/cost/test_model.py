@@ -177,11 +177,11 @@ def test_eight_bit_products_take_half_the_arithmetic_and_a_quantisation(dense, d
 
 
 def test_the_host_binds_short_kernels(dense, device, plain):
-    """One token: 40 calls a layer of 10 us forward, twice that backward, and no less."""
+    """One token: 40 calls a layer of 10 us forward, as long backward, and no less."""
     work = workload(dense, Lora(), training="full")
     slow = replace(plain, host_calls=1.0)
     step = parts(evaluate(work, switch(device, 1), columns(sequence_length=1), slow))
-    layers = 2 * 40 * 3 * 10e-6
+    layers = 2 * 40 * 2 * 10e-6
     assert step["overhead"] + step["compute"] == pytest.approx(layers, rel=0.05)
 
 
