@@ -36,15 +36,13 @@ class Levels:
 def levels_of(tree: nx.DiGraph, path: Path, *, under: str | None = None) -> Levels:
     """The levels of a tree of switches whose leaves are nodes.
 
-    Vertices may carry `level`, the name of their level. Levels on which every switch has one child
-    say nothing and are left out. Raises InputError where the graph is not one tree of equal depth:
-    it names the part that does not fit and how to import the rest (`under`, one switch).
+    Vertices may carry `level`, the name of their level, and `name`, theirs in the file. Levels on
+    which every switch has one child say nothing and are left out. Raises InputError where the graph
+    is not one tree of equal depth: it names the part that does not fit and how to import the rest
+    (`under`, one switch).
     """
     if under is not None:
-        if under not in tree:
-            some = ", ".join(list(tree)[:8])
-            raise InputError(path, fault=f"has no switch '{under}'", fix=f"some: {some}")
-        tree = tree.subgraph({under, *nx.descendants(tree, under)}).copy()
+        tree = _part(tree, path, under)
     root = _root(tree, path)
     order = list(nx.dfs_preorder_nodes(tree, root))
     depths = nx.single_source_shortest_path_length(tree, root)
@@ -73,6 +71,19 @@ def levels_of(tree: nx.DiGraph, path: Path, *, under: str | None = None) -> Leve
     return Levels(
         nodes=tuple(nodes), names=tuple(named), scale_up=tuple(scale_up), parents=tuple(parents)
     )
+
+
+def _part(tree: nx.DiGraph, path: Path, under: str) -> nx.DiGraph:
+    """What hangs on the switch of that name."""
+    names = {facts.get("name", v): v for v, facts in tree.nodes(data=True) if tree.out_degree(v)}
+    if under not in names:
+        some = ", ".join(list(names)[:8])
+        raise InputError(path, fault=f"has no switch '{under}'", fix=f"some: {some}")
+    kept = {names[under], *nx.descendants(tree, names[under])}
+    part = nx.DiGraph()  # in the file's order, which nx.subgraph does not keep
+    part.add_nodes_from((v, facts) for v, facts in tree.nodes(data=True) if v in kept)
+    part.add_edges_from((a, b) for a, b in tree.edges if a in kept)
+    return part
 
 
 def _level_name(level: int, count: int) -> str:

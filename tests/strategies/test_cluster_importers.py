@@ -278,6 +278,7 @@ def test_one_node_alone_is_one_tier(tmp_path):
     path.write_text("SwitchName=s0 Switches=s1\nSwitchName=s1 Nodes=a\n")
     made = assemble([read_foreign(path)], device="h200")
     assert (shape(made), made.hostlist) == ([("node", 8, "switch", 450)], ("a",))
+    assert assemble([], device="h200", nodes=["a"]) == made
 
 
 REFUSED = {
@@ -466,8 +467,20 @@ def test_gpus_of_another_kind_are_noticed():
 def test_two_files_that_say_the_same_are_refused():
     with pytest.raises(InputError, match=r"nvidia-smi-h200.txt: says the same as .*nccl-h200.xml"):
         take("nccl-h200.xml", "nvidia-smi-h200.txt", device="h200")
-    with pytest.raises(InputError, match="has 8 devices in a node, 4 were asked for"):
+    with pytest.raises(InputError, match="a node has 4 and 8 devices, by what was given"):
         take("nccl-h200.xml", device="h200", devices_per_node=4)
+    with pytest.raises(InputError, match="a node has 4 and 8 devices, by what was given"):
+        take("topograph-labels.yaml", "nccl-pairs.xml", device="a100")
+
+
+def test_one_switch_of_a_model_is_imported_by_its_own_name():
+    made = take("topograph-nvl72.yaml", device="gb200", under="spine-2")
+    assert [(t["name"], t["size"]) for t in made.tiers] == [
+        ("node", 4), ("domain", 18), ("spine", 2),
+    ]  # fmt: skip
+    assert made.hostlist == ("node[2101-2118,2201-2218]",)
+    with pytest.raises(InputError, match=r"has no switch 'spine' \(some: nvl-1-1, leaf-1-1, spine-1, core"):
+        take("topograph-nvl72.yaml", device="gb200", under="spine")
 
 
 def test_what_no_file_and_no_backend_says_is_asked_for():

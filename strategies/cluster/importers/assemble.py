@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from analyzers.backends import Fact, Link, Links, load_backend, load_links
+from analyzers.backends import Link, Links, load_backend, load_links
 from analyzers.errors import InputError
 from strategies.cluster.graph import Levels, levels_of
 from strategies.cluster.hostlist import compress_hostlist
@@ -15,6 +15,7 @@ from strategies.cluster.importers.found import Found, NodeInside
 from strategies.cluster.model import DEFAULT_EFFICIENCY, DEFAULT_LATENCY_US
 from strategies.cluster.uniform import largest_uniform
 
+GIVEN = "given on the command line"
 MIN_USED = 0.5
 """Share of the nodes that the even part of an uneven tree must hold to be worth planning."""
 
@@ -57,12 +58,14 @@ def assemble(
     inside = insides[0].node if insides else None
     inside_path = insides[0].path if insides else path
     links = load_links(device)
+    up, out = (links.scale_up, links.scale_out) if links else (None, None)
     notes = [note for f in founds for note in f.notes]
-    per_node = _devices_per_node(path, founds, inside, links, devices_per_node)
+    per_node = _devices_per_node(path, founds, links, devices_per_node)
     if inside is not None:
         _check_device(inside_path, inside, device)
     levels = _levels(path, trees, nodes, under)
-    tiers = [_node_tier(inside_path, per_node, inside, links, node_gbps)]
+    own = _fabric(_inside_rate(inside_path, per_node, inside, up, node_gbps), up)
+    tiers: list[dict[str, Any]] = [{"name": "node", "size": per_node, "fabric": own}]
     if levels is None:
         return Assembled(tiers=tiers, hostlist=(), notes=tuple(notes))
     left = largest_uniform([per_node] * len(levels.nodes), levels.parents)
@@ -80,9 +83,9 @@ def assemble(
         if size == 1:
             continue
         if own_fabric or name in scale_up or (name == "block" and _one_domain(links, devices)):
-            fabric = dict(tiers[0]["fabric"])
+            fabric = dict(own)
         else:
-            fabric = _network(path, inside, links, network_gbps, per_node)
+            fabric = _fabric(_network_rate(path, per_node, inside, out, network_gbps), out)
         tiers.append({"name": name, "size": size, "fabric": fabric})
     return Assembled(
         tiers=tiers, hostlist=tuple(compress_hostlist(names)), notes=tuple(dict.fromkeys(notes))
@@ -96,6 +99,7 @@ def _one_domain(links: Links | None, devices: int) -> bool:
 def _levels(
     path: Path, trees: list[Found], nodes: Sequence[str], under: str | None
 ) -> Levels | None:
+    """Of the tree, or of `nodes` under one switch; None where nothing names nodes."""
     if trees and nodes:
         fault = "names the nodes already"
         raise InputError(trees[0].path, fault=fault, fix="leave --nodes out")
@@ -104,29 +108,25 @@ def _levels(
         return levels_of(trees[0].tree, trees[0].path, under=under)
     if under is not None:
         raise InputError(path, fault="has no tree of switches", fix="leave --under out")
-    if len(nodes) < 2:
+    if not nodes:
         return None
+    if len(nodes) == 1:
+        return Levels(nodes=tuple(nodes), names=(), scale_up=(), parents=())
     return Levels(
         nodes=tuple(nodes), names=("cluster",), scale_up=(False,), parents=((0,) * len(nodes),)
     )
 
 
 def _devices_per_node(
-    path: Path,
-    founds: Sequence[Found],
-    inside: NodeInside | None,
-    links: Links | None,
-    asked: int | None,
+    path: Path, founds: Sequence[Found], links: Links | None, asked: int | None
 ) -> int:
-    said = (
-        inside.devices
-        if inside
-        else next((f.devices_per_node for f in founds if f.devices_per_node), None)
-    )
-    if said is not None and asked is not None and said != asked:
-        fault = f"has {said} devices in a node, {asked} were asked for"
-        raise InputError(path, fault=fault, fix="leave one of the two out")
-    found = said or asked or (links.devices_per_node if links else None)
+    said = {f.path: f.devices_per_node or (f.node and f.node.devices) for f in founds}
+    counts = {n for n in (*said.values(), asked) if n}
+    if len(counts) > 1:
+        shown = " and ".join(str(n) for n in sorted(counts))
+        fault = f"a node has {shown} devices, by what was given"
+        raise InputError(path, fault=fault, fix="give the files of one kind of node")
+    found = next(iter(counts), None) or (links.devices_per_node if links else None)
     if found is None:
         fault = "does not say how many devices a node has"
         raise InputError(path, fault=fault, fix="give --devices-per-node")
@@ -141,95 +141,84 @@ def _check_device(path: Path, inside: NodeInside, device: str) -> None:
         raise InputError(path, fault=fault, fix="give their --device")
 
 
-def _node_tier(
-    path: Path,
-    devices: int,
-    inside: NodeInside | None,
-    links: Links | None,
-    gbps: float | None,
-) -> dict[str, Any]:
-    link = links.scale_up if links else None
-    fabric = _fabric(inside.kind if inside else link.kind if link else "switch", link)
-    origins, source = fabric["origin"], [fabric.pop("source", "")]
+@dataclass(frozen=True)
+class _Rate:
+    """What is known of the links of one device, GB/s in one direction."""
+
+    kind: str
+    gbps: float
+    origin: str
+    source: str
+    link_gbps: float | None = None
+    rails: int | None = None
+
+
+def _inside_rate(
+    path: Path, devices: int, inside: NodeInside | None, link: Link | None, asked: float | None
+) -> _Rate:
+    """Between the devices of a node: as asked, as counted in a file, or the usual links."""
+    kind = inside.kind if inside else link.kind if link else "switch"
     one = link.link_gbps.value if link and link.link_gbps else None
-    if gbps is not None:
-        fabric["bw_gbps"], origins["bw_gbps"] = gbps, "spec"
-        source[0] = "given on the command line"
-    elif inside and inside.links and one:
-        source = [f"{inside.links} links of {one:g} GB/s in {path.name}"]
-        total = inside.links * one
-        limit = link.gbps.value if link else total
-        # A pair's links, for every other device, or the links of a device into a switch.
-        if inside.kind == "fullmesh" or (
-            devices > 2 and inside.links * (devices - 1) * one <= limit
-        ):
-            fabric["kind"], fabric["link_gbps"] = "fullmesh", total
-            total *= devices - 1
-        fabric["bw_gbps"], origins["bw_gbps"] = total, "spec"
-    elif inside and inside.gbps:
-        fabric["bw_gbps"], origins["bw_gbps"] = round(inside.gbps, 3), "spec"
-        source = [f"PCIe link in {path.name}"]
-    elif inside is None and link is not None:
-        if link.kind == "fullmesh" and one:
-            fabric["link_gbps"] = one
-    elif devices > 1:
-        fault = "does not carry the bandwidth between the devices of a node"
-        raise InputError(path, fault=fault, fix="give --node-gbps, GB/s of one device one way")
-    else:
-        fabric["bw_gbps"] = link.gbps.value if link else 1.0
-    if inside and fabric["kind"] != "fullmesh":
-        fabric.pop("link_gbps", None)
-    fabric["source"] = source[0]
-    return {"name": "node", "size": devices, "fabric": fabric}
+    if asked is not None:
+        return _Rate(kind, asked, "spec", GIVEN)
+    if inside and inside.links and one and link:
+        return _counted(path, devices, inside.kind, inside.links, one, link.gbps.value)
+    if inside and inside.gbps:
+        return _Rate(kind, round(inside.gbps, 3), "spec", f"PCIe link in {path.name}")
+    if link is not None and (inside is None or devices == 1):
+        mesh = one if link.kind == "fullmesh" else None
+        return _Rate(link.kind, link.gbps.value, link.gbps.origin, link.gbps.source, mesh)
+    fault = "does not carry the bandwidth between the devices of a node"
+    raise InputError(path, fault=fault, fix="give --node-gbps, GB/s of one device one way")
 
 
-def _network(
-    path: Path,
-    inside: NodeInside | None,
-    links: Links | None,
-    gbps: float | None,
-    per_node: int,
-) -> dict[str, Any]:
+def _counted(path: Path, devices: int, kind: str, links: int, one: float, most: float) -> _Rate:
+    """From a number of links of `one` GB/s: those of a pair in a full mesh, else of a device.
+
+    A matrix of equal counts is a full mesh where the links to all others are no more than a device
+    has (`most`), and a switch otherwise.
+    """
+    source = f"{links} links of {one:g} GB/s in {path.name}"
+    if kind == "fullmesh" or (devices > 2 and links * (devices - 1) * one <= most):
+        return _Rate("fullmesh", links * one * (devices - 1), "spec", source, links * one)
+    return _Rate(kind, links * one, "spec", source)
+
+
+def _network_rate(
+    path: Path, devices: int, inside: NodeInside | None, link: Link | None, asked: float | None
+) -> _Rate:
     """Between nodes: the NICs of the file, shared by the node's devices, or the usual ones."""
-    link = links.scale_out if links else None
-    fabric = _fabric("clos", link)
-    origins = fabric["origin"]
-    if inside and inside.nics > 1:
-        fabric["rails"] = inside.nics
-    if gbps is not None:
-        fabric["bw_gbps"], origins["bw_gbps"] = gbps, "spec"
-        fabric["source"] = "given on the command line"
-    elif inside and inside.nic_gbps:
-        fabric["bw_gbps"] = round(inside.nics * inside.nic_gbps / per_node, 3)
-        origins["bw_gbps"] = "spec"
-        fabric["source"] = f"{inside.nics} NICs of {inside.nic_gbps:g} GB/s for {per_node} devices"
-    elif link is None:
+    rails = inside.nics if inside and inside.nics > 1 else None
+    if asked is not None:
+        return _Rate("clos", asked, "spec", GIVEN, rails=rails)
+    if inside and inside.nic_gbps:
+        gbps = round(inside.nics * inside.nic_gbps / devices, 3)
+        source = f"{inside.nics} NICs of {inside.nic_gbps:g} GB/s for {devices} devices"
+        return _Rate("clos", gbps, "spec", source, rails=rails)
+    if link is None:
         fault = "does not carry the bandwidth between nodes"
         raise InputError(path, fault=fault, fix="give --network-gbps, GB/s of one device one way")
-    return fabric
+    return _Rate(link.kind, link.gbps.value, link.gbps.origin, link.gbps.source, rails=rails)
 
 
-def _fabric(kind: str, link: Link | None) -> dict[str, Any]:
-    """Of the usual machine, with the origin of each number."""
-    if link is None:
-        return {
-            "kind": kind,
-            "bw_gbps": None,
-            "latency_us": DEFAULT_LATENCY_US,
-            "efficiency": DEFAULT_EFFICIENCY,
-            "origin": {"bw_gbps": "default", "latency_us": "default", "efficiency": "default"},
-        }
-    facts: dict[str, Fact] = {
-        "bw_gbps": link.gbps,
-        "latency_us": link.latency_us,
-        "efficiency": link.efficiency,
+def _fabric(rate: _Rate, link: Link | None) -> dict[str, Any]:
+    """As topo.yaml has it: latency and efficiency are the usual ones, each with its origin."""
+    latency, efficiency = DEFAULT_LATENCY_US, DEFAULT_EFFICIENCY
+    origins = {"bw_gbps": rate.origin, "latency_us": "default", "efficiency": "default"}
+    if link is not None:
+        latency, efficiency = link.latency_us.value, link.efficiency.value
+        origins |= {"latency_us": link.latency_us.origin, "efficiency": link.efficiency.origin}
+    fabric: dict[str, Any] = {
+        "kind": rate.kind,
+        "bw_gbps": rate.gbps,
+        "link_gbps": rate.link_gbps,
+        "latency_us": latency,
+        "efficiency": efficiency,
+        "rails": rate.rails,
+        "origin": {n: "note" if o == "uncertain" else o for n, o in origins.items()},
+        "source": rate.source,
     }
-    return {
-        "kind": kind,
-        **{name: fact.value for name, fact in facts.items()},
-        "origin": {n: "note" if f.origin == "uncertain" else f.origin for n, f in facts.items()},
-        "source": link.gbps.source,
-    }
+    return {key: value for key, value in fabric.items() if value is not None}
 
 
 def _uneven(path: Path, sizes: tuple[int, ...], used: list[str], levels: Levels) -> str:

@@ -16,7 +16,7 @@ class NodeInside:
     """The devices of one node and the links between them."""
 
     devices: int
-    kind: Literal["switch", "fullmesh", "ring"]
+    kind: Literal["switch", "fullmesh"]
     links: int | None = None
     """Links of one device (of one pair in a full mesh); None where the file counts none."""
     gbps: float | None = None
@@ -33,8 +33,8 @@ class Found:
     path: Path
     format: Format
     tree: nx.DiGraph | None = None
-    """Switches above nodes. Vertices may carry `level` and `scale_up` (joined by the devices' own
-    fabric, such as an NVLink domain)."""
+    """Switches above nodes. Vertices may carry `name` (theirs in the file), `level` and `scale_up`
+    (joined by the devices' own fabric, such as an NVLink domain)."""
     devices_per_node: int | None = None
     node: NodeInside | None = None
     notes: tuple[str, ...] = ()

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 from xml.parsers import expat
 
 import networkx as nx
@@ -137,7 +138,9 @@ def _number(path: Path, element: _Element, name: str) -> float:
     return value
 
 
-def _inside(path: Path, gpus: list[_Element]):
+def _inside(
+    path: Path, gpus: list[_Element]
+) -> tuple[Literal["switch", "fullmesh"], int | None, float | None, tuple[str, ...]]:
     """Kind of fabric, links of a device (of a pair in a full mesh), GB/s, and notes."""
     switched, direct = [], nx.DiGraph()
     bus = {_bus(g): i for i, g in enumerate(gpus)}

@@ -242,17 +242,18 @@ def _found(
         )
     tree = nx.DiGraph()
     for node, place in places.items():
-        chain = [(f"switch {s}", {}) for s in place.switches[inside:]]
+        chain = [(f"switch {s}", {"name": s}) for s in place.switches[inside:]]
         if place.domain is not None:
-            chain.insert(0, (f"domain {place.domain}", {"level": "domain", "scale_up": True}))
+            facts = {"name": place.domain, "level": "domain", "scale_up": True}
+            chain.insert(0, (f"domain {place.domain}", facts))
         if place.sub_domain is not None:
-            name = f"sub-domain {place.domain}/{place.sub_domain}"
-            chain.insert(0, (name, {"level": "sub-domain", "scale_up": True}))
+            facts = {"name": place.sub_domain, "level": "sub-domain", "scale_up": True}
+            chain.insert(0, (f"sub-domain {place.domain}/{place.sub_domain}", facts))
         if not place.switches[inside:]:
             chain.append((ROOT, {"level": "cluster"}))
         below = node
-        for name, attributes in chain:
-            tree.add_node(name, **attributes)
+        for name, facts in chain:
+            tree.add_node(name, **facts)
             tree.add_edge(name, below)
             below = name
     if ROOT in tree and tree.out_degree(ROOT) > 1:
