@@ -74,7 +74,7 @@ def plan(
     ] = 0.5,
     figures: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Write plan.json, a page of the plan and its figures."),
+        typer.Option(metavar="DIR", help="Write plan.json here, with a page and figures."),
     ] = None,
     trust_remote_code: TrustOpt = False,
     as_json: JsonOpt = False,
@@ -94,6 +94,8 @@ def plan(
     from strategies.problem import make_problem
     from strategies.space import FEATURES
 
+    if ask and figures is not None:
+        raise typer.BadParameter("--figures draws a plan, --ask does not make one")
     options = Options(
         model=model,
         cluster=cluster,

@@ -1,12 +1,19 @@
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from html import unescape
+from pathlib import Path
 
 import pytest
 
 from adapter_agent import figures, plan_figures, report
+from analyzers.documents import read_document
+from strategies import load_cluster, search
 from strategies.answers import EpCell, EpCurve, EpRow, EpWindows
-from strategies.schema import Alternative, Cell, Parallelism
+from strategies.schema import Alternative, Cell, Job, Parallelism, Plan
 from tests.adapter_agent import samples
+from tests.strategies.conftest import make_tiny
+
+CLUSTER = Path(__file__).parents[2] / "examples" / "clusters" / "two-ranks.yaml"
 
 
 def cell(ep, micro, fits, gib, speed=700.0, chance=0.0):
@@ -182,6 +189,21 @@ def test_a_file_of_a_figure_needs_no_page(plan, curve):
             c for r in ET.fromstring(figure).iter() for c in (r.get("class") or "").split()
         }:
             assert f".{name} " in rules or name == "ink"
+
+
+def test_a_searched_plan_is_written_with_its_page_and_figures(tmp_path):
+    cluster = load_cluster(CLUSTER)
+    analysis, job = make_tiny(), Job(model="/models/tiny", cluster=str(CLUSTER), backend="cpu")
+    job = replace(job, sequence_length=256)
+    found = search(analysis, cluster, job)
+    written = report.write_plan_figures(found, analysis, cluster, job, tmp_path)
+    names = ["plan.json", "plan.html", "step.svg", "memory.svg", "survey.svg", "curve.svg"]
+    assert [p.name for p in written if p.suffix != ".png"] == names
+    assert read_document(Plan, tmp_path / "plan.json") == found
+    page = (tmp_path / "plan.html").read_text()
+    assert page.count("<svg") == 4
+    for sentence in found.explanation:
+        assert sentence in unescape(page)
 
 
 def test_an_image_is_made_where_resvg_is_installed(plan):
