@@ -33,10 +33,13 @@ FOUR_IN_FIVE = 1.2815515655446004
 class CostModel:
     """`strategies.cost` for one model on one cluster: a `solver.Pricing`."""
 
-    def __init__(self, work: Workload, cluster: Cluster) -> None:
+    def __init__(
+        self, work: Workload, cluster: Cluster, constants: cost.Constants | None = None
+    ) -> None:
         self.work, self.cluster = work, cluster
         self.even = replace(work, routing=BALANCED)
-        self.constants, self.deviations = cost.load_constants(), cost.load_deviations()
+        self.constants = constants or cost.load_constants()
+        self.deviations = cost.load_deviations()
         self.capacity = cluster.device.memory_gib.value * GIB
 
     def evaluate(self, c: Candidates) -> Prices:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from analyzers.errors import InputError
 from analyzers.schema import ModelAnalysis
 from strategies.cluster import Cluster
+from strategies.cost import Constants
 from strategies.cost.routing import Routing
 from strategies.pricing import CostModel
 from strategies.schema import Job, Parallelism
@@ -28,10 +29,12 @@ class Problem:
     allow: frozenset[str]
     longest: int | None
     """Tokens that the model takes at most, where it says."""
+    constants: Constants | None = None
+    """Of the cost model; None for those that published runs fitted."""
 
     @property
     def pricing(self) -> CostModel:
-        return CostModel(self.work, self.cluster)
+        return CostModel(self.work, self.cluster, self.constants)
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -61,6 +64,7 @@ def make_problem(
     job: Job,
     fixed: Mapping[str, int] | None = None,
     allow: Collection[str] = (),
+    constants: Constants | None = None,
 ) -> Problem:
     """`fixed` comes on top of what the job fixes. Raises InputError for what cannot be."""
     fixed = {**job.fixed, **(fixed or {})}
@@ -73,7 +77,7 @@ def make_problem(
     model = model_of(analysis)
     _check_fixed(model, cluster, fixed, allow)
     longest = analysis.max_sequence_length
-    return Problem(model, cluster, job, work, fixed, frozenset(allow), longest)
+    return Problem(model, cluster, job, work, fixed, frozenset(allow), longest, constants)
 
 
 def _check_job(analysis: ModelAnalysis, work: Workload, job: Job) -> None:

@@ -16,6 +16,7 @@ from strategies.alternatives import (
     pareto_alternatives,
 )
 from strategies.cluster import Cluster
+from strategies.cost import Constants
 from strategies.explain import explain, no_layout, nothing_fits
 from strategies.parts import fastest_part
 from strategies.pricing import plan_fields
@@ -36,16 +37,17 @@ def search(
     fixed: Mapping[str, int] | None = None,
     allow: Collection[str] = (),
     allow_idle: bool = False,
+    constants: Constants | None = None,
 ) -> Plan:
     """The plan with the fewest seconds per token among all that fit.
 
     `fixed` forces values of the parallelism or of `micro_batch_size`, e.g. `{"ep": 2}`, on top of
     those of the job. `allow` names FEATURES that the runtime cannot run and the plan may use all
     the same; what the others would gain is told as alternatives. `allow_idle` also tries fewer
-    devices.
+    devices. `constants` replaces those that published runs fitted, e.g. by a finished run's.
     Raises InputError for a job or a forced value that cannot be, InfeasibleError when nothing fits.
     """
-    problem = make_problem(analysis, cluster, job, fixed, allow)
+    problem = make_problem(analysis, cluster, job, fixed, allow, constants)
     if allow_idle:
         problem = fastest_part(problem)
     best, bound, searched, table = _fastest(problem)
