@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import itertools
 import platform
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -111,11 +112,10 @@ def import_(
         int | None, typer.Option(min=1, help="Where no file says it; usual for the device.")
     ] = None,
     node_gbps: Annotated[
-        float | None,
-        typer.Option(min=0.001, help="GB/s of a device to the others of its node, one way."),
+        float | None, typer.Option(help="GB/s of a device to the others of its node, one way.")
     ] = None,
     network_gbps: Annotated[
-        float | None, typer.Option(min=0.001, help="GB/s of a device to other nodes, one way.")
+        float | None, typer.Option(help="GB/s of a device to other nodes, one way.")
     ] = None,
     force: ForceOpt = False,
 ) -> None:
@@ -147,7 +147,7 @@ def import_(
     )
     data: dict[str, Any] = {
         "version": 1,
-        "name": name or _name_of(files[0]),
+        "name": _named(name) or _clean(files[0].stem) or "cluster",
         "device": device,
         "tiers": made.tiers,
     }
@@ -187,10 +187,10 @@ def probe(
     _check_free(output, force)
     if device is not None:
         _check_device(device)
-    host = platform.node()
+    chosen, host = _named(name), platform.node()
     with stdout_kept_clean(), _bar(quiet) as progress:
         found = measure(ranks=ranks, sizes_mib=_sizes(sizes), progress=progress)
-    data = describe(found, name=name or _clean(host) or "here", device=device, host=host)
+    data = describe(found, name=chosen or _clean(host) or "here", device=device, host=host)
     comments = [f"adapt cluster probe on {found['names'][0]}, {found['ranks']} ranks"]
     if found["host_gbps"] is None:
         comments.append("no host copies were measured: device and host memory are one")
@@ -228,12 +228,15 @@ def _check_device(device: str) -> None:
         raise InputError("--device", fault=fault, fix=f"{fix}known: {', '.join(known)}")
 
 
-def _name_of(file: Path) -> str:
-    return _clean(file.stem) or "cluster"
+def _named(name: str | None) -> str | None:
+    if name is not None and _clean(name) != name:
+        fix = "use letters, digits, '-', '_' and '.'"
+        raise InputError("--name", fault=f"{name!r} is not a name", fix=fix)
+    return name
 
 
 def _clean(text: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_." else "-" for c in text).strip("-.")[:100]
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", text).strip("-.")[:100]
 
 
 def _sizes(text: str | None) -> list[float] | None:

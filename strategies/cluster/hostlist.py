@@ -7,6 +7,9 @@ from collections.abc import Iterable
 
 from strategies.cluster.model import MAX_DEVICES
 
+MAX_NAME = 253
+"""Of a host, RFC 1123."""
+
 _RANGE = re.compile(r"\[([^\[\]]*)\]")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _LAST_NUMBER = re.compile(r"(.*?)(\d+)(\D*)")
@@ -41,6 +44,11 @@ def _expand_ranges(text: str, pattern: str) -> list[str]:
             raise ValueError(f"'{pattern}' names more than {MAX_DEVICES:,} nodes")
         values += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
     return values
+
+
+def is_name(text: str) -> bool:
+    """Whether it is one node's or switch's name, without brackets, blanks and control codes."""
+    return len(text) <= MAX_NAME and _NAME.fullmatch(text) is not None
 
 
 def split_hostlist(text: str) -> list[str]:

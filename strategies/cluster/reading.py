@@ -95,35 +95,40 @@ class YamlFile:
         faults = error.errors(include_url=False)
         # A misspelt key is also a missing one: the spelling is what has to be mended.
         first = next((f for f in faults if f["type"] == "extra_forbidden"), faults[0])
-        location, kind, context = first["loc"], first["type"], first.get("ctx", {})
-        found = shown(first["input"])
-        if kind == "extra_forbidden":
+        location = tuple(part for part in first["loc"] if not _is_branch(part))
+        if first["type"] == "extra_forbidden":
             known = _known_keys(model, location[:-1])
             close = difflib.get_close_matches(str(location[-1]), known, n=1)
             fix = f"did you mean '{close[0]}'?" if close else f"known keys: {', '.join(known)}"
-            fault = "unknown key"
-        elif kind == "missing":
-            fault, fix = "is missing", "add this key"
-        elif kind in ("greater_than", "greater_than_equal", "less_than_equal"):
-            sign = {"greater_than": ">", "greater_than_equal": ">=", "less_than_equal": "<="}[kind]
-            limit = next(iter(context.values()))
-            limit = int(limit) if limit == int(limit) else limit
-            fault, fix = f"must be {sign} {limit}, found {found}", "correct the number"
-        elif kind == "literal_error":
-            fault, fix = f"{found} is not known", f"one of: {context['expected']}"
-            words = re.findall(r"'([^']+)'", context["expected"])
-            close = difflib.get_close_matches(str(first["input"]), words, n=1)
-            fix = f"did you mean '{close[0]}'? {fix}" if close else fix
-        elif kind == "string_pattern_mismatch":
-            fault, fix = f"{found} is not a name", "use letters, digits, '-', '_', '.' and '+'"
-        elif kind in ("too_short", "string_too_short"):
-            fault, fix = "is empty", "give at least one entry"
-        elif kind in ("too_long", "string_too_long"):
-            fault, fix = f"is longer than {context['max_length']}", "shorten it"
-        else:
-            fault, fix = f"{first['msg'].lower()}, found {found}", "correct the value"
-        known = tuple(part for part in location if not _is_branch(part))
-        return self.error(known, fault=fault, fix=fix)
+            return self.error(location, fault="unknown key", fix=fix)
+        fault, fix = _explained(first["type"], first["msg"], first["input"], first.get("ctx", {}))
+        return self.error(location, fault=fault, fix=fix)
+
+
+_SIGNS = {"greater_than": ">", "greater_than_equal": ">=", "less_than_equal": "<="}
+
+
+def _explained(kind: str, message: str, value: Any, context: dict[str, Any]) -> tuple[str, str]:
+    """Fault and fix of one of pydantic's errors."""
+    found = shown(value)
+    if kind == "missing":
+        return "is missing", "add this key"
+    if kind in _SIGNS:
+        limit = next(iter(context.values()))
+        limit = int(limit) if limit == int(limit) else limit
+        return f"must be {_SIGNS[kind]} {limit}, found {found}", "correct the number"
+    if kind == "literal_error":
+        words = re.findall(r"'([^']+)'", context["expected"])
+        close = difflib.get_close_matches(str(value), words, n=1)
+        fix = f"one of: {context['expected']}"
+        return f"{found} is not known", f"did you mean '{close[0]}'? {fix}" if close else fix
+    if kind == "string_pattern_mismatch":
+        return f"{found} is not a name", "use letters, digits, '-', '_', '.' and '+'"
+    if kind in ("too_short", "string_too_short"):
+        return "is empty", "give at least one entry"
+    if kind in ("too_long", "string_too_long"):
+        return f"is longer than {context['max_length']}", "shorten it"
+    return f"{message.lower()}, found {found}", "correct the value"
 
 
 def read_yaml(path: Path, limit: int, *, missing: str, larger: str) -> YamlFile:

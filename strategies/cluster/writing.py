@@ -29,7 +29,7 @@ _Dumper.add_implicit_resolver(
 
 def to_yaml(data: Mapping[str, Any], comments: Sequence[str] = ()) -> str:
     """The text of a topology file; `comments` go to its head."""
-    lines = [f"# {line}" for line in (*comments, *HEADER)]
+    lines = [f"# {' '.join(line.split())}" for line in (*comments, *HEADER)]
     for key, value in data.items():
         if isinstance(value, list) and value and isinstance(value[0], Mapping):
             lines += [f"{key}:", *(f"  - {_flow(item)}" for item in value)]

@@ -87,6 +87,7 @@ def test_import_of_one_node_and_a_hostlist(tmp_path):
         (("--device", "h20"), "--device: 'h20' is not a known backend (did you mean 'h200'?"),
         (("--device", "h200", "--nodes", "a[2-1]"), "--nodes: 'a[2-1]' has a range that runs"),
         (("--device", "h200", "--nodes", "a[1-2]"), "names the nodes already"),
+        (("--device", "h200", "--name", "a b/c"), "--name: 'a b/c' is not a name"),
         (("--device", "h200", "--under", "leaf9"), "has no switch 'leaf9' (some: leaf1"),
         (("--device", "h200", "--format", "nvidia_smi"), "has no line of GPU0 GPU1"),
     ],

@@ -263,6 +263,16 @@ def test_a_fault_in_an_imported_file_names_both_files(tmp_path):
     assert "t.conf:1: unknown key 'Node' (did you mean 'nodes'?)" in message
 
 
+@pytest.mark.parametrize("gbps", [0, -1, float("nan"), float("inf"), 1e9])
+def test_a_rate_that_is_none_is_refused(gbps):
+    with pytest.raises(InputError, match=r"--network-gbps: .* is no rate"):
+        take("slurm-tree.conf", device="h200", network_gbps=gbps)
+
+
+def test_a_comment_stays_a_comment():
+    assert yaml.safe_load(to_yaml({"version": 1}, ["a\nname: b", "c\r\nd"])) == {"version": 1}
+
+
 def test_what_an_import_does_not_say_is_asked_for_in_the_file(tmp_path):
     (tmp_path / "t.conf").write_text("SwitchName=s1 Nodes=a[1-2]\n")
     files = [{"from": "slurm", "file": "t.conf"}]
@@ -393,6 +403,27 @@ REFUSED = {
         '<system><cpu><gpu dev="0"><nvlink target="2"/></gpu></cpu></system>',
         "<nvlink> has no number 'count'",
     ),
+    "a switch of two lines": (
+        "t.json",
+        json.dumps(
+            {
+                "items": [
+                    {
+                        "metadata": {
+                            "name": "a",
+                            "labels": {"fabric.topograph.run/tier-0": "s\nx: 1"},
+                        }
+                    }
+                ]
+            }
+        ),
+        "'s\\nx: 1' is not a name",
+    ),
+    "a switch with a colour": (
+        "t.conf",
+        "SwitchName=\x1b[31ms1 Nodes=a\n",
+        "t.conf:1: '\\x1b[31ms1' is not a name",
+    ),
     "broken json": ("t.json", '{"items": [\n}', "t.json:2: broken JSON: expecting value (mend"),
     "deep json": ("t.json", "[" * 200_000, "broken JSON: nested too deeply"),
     "empty": ("t.conf", " \n", "is empty"),
@@ -479,7 +510,9 @@ def test_one_switch_of_a_model_is_imported_by_its_own_name():
         ("node", 4), ("domain", 18), ("spine", 2),
     ]  # fmt: skip
     assert made.hostlist == ("node[2101-2118,2201-2218]",)
-    with pytest.raises(InputError, match=r"has no switch 'spine' \(some: nvl-1-1, leaf-1-1, spine-1, core"):
+    with pytest.raises(
+        InputError, match=r"has no switch 'spine' \(some: nvl-1-1, leaf-1-1, spine-1, core"
+    ):
         take("topograph-nvl72.yaml", device="gb200", under="spine")
 
 

@@ -15,6 +15,7 @@ from strategies.cluster.importers.found import Found, NodeInside
 from strategies.cluster.model import DEFAULT_EFFICIENCY, DEFAULT_LATENCY_US
 from strategies.cluster.uniform import largest_uniform
 
+MAX_GBPS = 1_000_000
 GIVEN = "given on the command line"
 MIN_USED = 0.5
 """Share of the nodes that the even part of an uneven tree must hold to be worth planning."""
@@ -48,6 +49,10 @@ def assemble(
     fabric leaves the node and is large enough. An uneven tree is cut to its largest even part,
     which the notes tell. Raises InputError that says what to add.
     """
+    for option, asked in (("--node-gbps", node_gbps), ("--network-gbps", network_gbps)):
+        if asked is not None and not 0 < asked <= MAX_GBPS:
+            fix = f"give GB/s above 0 and at most {MAX_GBPS:,}"
+            raise InputError(option, fault=f"{asked} is no rate", fix=fix)
     trees = [f for f in founds if f.tree is not None]
     insides = [f for f in founds if f.node is not None]
     for several in (trees, insides):

@@ -14,9 +14,9 @@ from pydantic import Field, RootModel
 
 from analyzers.errors import InputError
 from strategies.cluster.graph import prune_empty
-from strategies.cluster.hostlist import expand_hostlist, split_hostlist
+from strategies.cluster.hostlist import expand_hostlist, is_name, split_hostlist
 from strategies.cluster.importers.found import Found
-from strategies.cluster.reading import YamlFile
+from strategies.cluster.reading import YamlFile, shown
 from strategies.cluster.schema import Strict
 
 ROOT = "all blocks"
@@ -174,6 +174,11 @@ def _names(place: _Line | _Place, text: str | None) -> list[str]:
         raise place.error(str(e), "write e.g. gpu[01-16]") from e
 
 
+def _check_name(place: _Line | _Place, name: str) -> None:
+    if not is_name(name):
+        raise place.error(f"{shown(name)} is not a name", "use letters, digits, '-', '_' and '.'")
+
+
 def _switches(path: Path, rows: list[tuple[Any, str, str | None, str | None]]) -> Found:
     tree = nx.DiGraph()
     nodes: dict[str, None] = {}
@@ -181,6 +186,7 @@ def _switches(path: Path, rows: list[tuple[Any, str, str | None, str | None]]) -
     for place, name, children, held in rows:
         if name in seen:
             raise place.error(f"switch '{name}' is there twice", "name each switch once")
+        _check_name(place, name)
         seen.add(name)
         tree.add_node(name)
         if children and held:
@@ -210,6 +216,7 @@ def _blocks(path: Path, rows: list[tuple[Any, str, str | None]], sizes: str) -> 
     for place, name, held in rows:
         if name in tree or name == ROOT:
             raise place.error(f"block '{name}' is there twice", "name each block once")
+        _check_name(place, name)
         tree.add_node(name, level="block")
         members = _names(place, held)
         if twice := next((n for n in members if n in tree), None):

@@ -17,9 +17,9 @@ import networkx as nx
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from analyzers.errors import InputError
-from strategies.cluster.hostlist import expand_hostlist
+from strategies.cluster.hostlist import expand_hostlist, is_name
 from strategies.cluster.importers.found import Found
-from strategies.cluster.reading import YamlFile
+from strategies.cluster.reading import YamlFile, shown
 
 DOMAIN = "accelerator.topology.test/domain"
 SUB_DOMAIN = "accelerator.topology.test/sub-domain"
@@ -221,6 +221,11 @@ def _found(
     path: Path, places: dict[str, _Place], devices_per_node: int | None, notes: tuple[str, ...]
 ) -> Found:
     """The tree of nodes, accelerator domains, and the switches above whole domains."""
+    for node, place in places.items():
+        for name in (node, *place.switches, place.domain, place.sub_domain):
+            if name is not None and not is_name(name.replace(" ", "").replace("/", "")):
+                fix = "use letters, digits, '-', '_' and '.'"
+                raise InputError(path, fault=f"{shown(name)} is not a name", fix=fix)
     said = list(notes)
     with_domain = {n: p for n, p in places.items() if p.domain is not None}
     if with_domain and len(with_domain) < len(places):
