@@ -3,7 +3,9 @@
 import itertools
 
 import pytest
+import torch
 
+from analyzers.backends import load_backend
 from analyzers.errors import InputError
 from runtime.probe import describe, measure
 from runtime.probe_ranks import OPERATIONS, groups, steps
@@ -42,6 +44,27 @@ def test_two_ranks_are_measured_and_read_back(found, tmp_path):
         assert fact.origin == "measured"
         assert "probe" in fact.source
     assert cluster.tiers[0].fabric.origin == "measured"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_every_device_here_is_measured(tmp_path):
+    made = measure(sizes_mib=[0.0625, 16.0])
+    path = tmp_path / "topo.yaml"
+    path.write_text(to_yaml(describe(made, name="here")))
+    cluster = load_cluster(path)
+    count = torch.accelerator.device_count()
+    assert cluster.world_size == count
+    assert {c.devices[0] for c in cluster.measured} == set(groups(count))
+    assert cluster.host is not None
+    assert cluster.device.device_type == torch.accelerator.current_accelerator().type
+    # No device copies or multiplies faster than its data sheet says by half, or at a hundredth.
+    spec = load_backend(cluster.device.name)
+    for measured, known in (
+        (cluster.device.memory_gbps, spec.memory_gbps),
+        (cluster.device.matmul_tflops["bfloat16"], spec.matmul_tflops["bfloat16"]),
+    ):
+        assert 0.01 < measured.value / known.value < 1.5
 
 
 def sample(ranks=4, latency=20e-6, rate=100e9):
