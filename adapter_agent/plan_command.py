@@ -25,6 +25,7 @@ from adapter_agent.output import print_json_of
 from analyzers.errors import InputError
 
 if TYPE_CHECKING:
+    from strategies.exports import Source, Written
     from strategies.problem import Problem
     from strategies.schema import Routing
 
@@ -76,6 +77,14 @@ def plan(
         Path | None,
         typer.Option(metavar="DIR", help="Write plan.json here, with a page and figures."),
     ] = None,
+    exports: Annotated[
+        Path | None,
+        typer.Option(
+            "--export",
+            metavar="DIR",
+            help="Write plan.json here, with configs of other trainers and launch scripts.",
+        ),
+    ] = None,
     trust_remote_code: TrustOpt = False,
     as_json: JsonOpt = False,
     quiet: QuietOpt = False,
@@ -91,11 +100,12 @@ def plan(
     from adapter_agent.job import Options, make_job
     from analyzers import analyze as analyze_model
     from strategies import load_cluster, search
+    from strategies.exports import Source
     from strategies.problem import make_problem
     from strategies.space import FEATURES
 
-    if ask and figures is not None:
-        raise typer.BadParameter("--figures draws a plan, --ask does not make one")
+    if ask and (figures or exports):
+        raise typer.BadParameter("--figures and --export write a plan, --ask does not make one")
     options = Options(
         model=model,
         cluster=cluster,
@@ -109,6 +119,7 @@ def plan(
     if "all" in features:
         features = features - {"all"} | FEATURES.keys()
     terminal = t.Terminal(quiet=quiet)
+    written: list[Written] = []
     with t.stdout_kept_clean(), terminal.live():
         job = replace(make_job(options), training=training, routing=routing_of(routing))
         devices = load_cluster(cluster)
@@ -119,12 +130,25 @@ def plan(
             said = _answer(ask, problem, link_scale)
         else:
             said = search(found, devices, job, allow=features, allow_idle=allow_idle)
-            if figures is not None:
+            if figures:
                 from adapter_agent.report import write_plan_figures
 
                 for path in write_plan_figures(said, found, devices, job, figures):
                     terminal.settle(f"wrote {path}")
-    print_json_of(said) if as_json else t.show(plan_picture.picture(said))
+            if exports:
+                written = _export(
+                    Source(plan=said, cluster=devices, analysis=found, job=job), exports
+                )
+    pictures = [plan_picture.picture(said), *([t.picture_of_exports(written)] if written else [])]
+    print_json_of(said) if as_json else t.show(*pictures)
+
+
+def _export(source: Source, folder: Path) -> list[Written]:
+    from analyzers.documents import write_document
+    from strategies.exports import write_exports
+
+    write_document(source.plan, folder / "plan.json")
+    return write_exports(source, folder)
 
 
 def _answer(ask: Question, problem: Problem, link_scale: float) -> Any:

@@ -151,6 +151,8 @@ def _dispatches(model_type: str) -> bool:
     if model_type not in CONFIG_MAPPING:
         return False
     config = CONFIG_MAPPING[model_type]
+    if not config.__module__.startswith("transformers."):  # registered by somebody here
+        return False
     kinds = [config, *getattr(config, "sub_configs", {}).values()]
     plans = [getattr(kind, "base_model_ep_plan", None) or {} for kind in kinds]
     return any("ep_dispatch_experts" in plan.values() for plan in plans)

@@ -5,7 +5,7 @@ import pytest
 
 from adapter_agent.report import write_report
 from tests.adapter_agent import samples
-from tests.adapter_agent.test_cli import CLUSTER, adapt  # noqa: F401
+from tests.adapter_agent.test_cli import CLUSTER, MODEL, adapt  # noqa: F401
 
 FILES = {
     "exports/transformers_plan.py",
@@ -46,3 +46,19 @@ def test_without_a_plan_there_is_nothing_to_export(adapt, run):  # noqa: F811
     status, _, err = adapt("export", run.path)
     assert status == 2
     assert "plan.json: does not exist" in err
+
+
+def test_a_plan_is_exported_and_drawn_without_a_run(adapt, tmp_path):  # noqa: F811
+    words = ["plan", MODEL, "--cluster", CLUSTER, "--quiet", "--sequence-length", "128"]
+    status, out, err = adapt(*words, "--export", tmp_path, "--figures", tmp_path)
+    assert status == 0, err
+    written = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.suffix != ".png"}
+    assert written >= FILES | {"plan.json", "plan.html", "step.svg", "curve.svg"}
+    assert "what they do not say of the plan" in " ".join(out.split())
+
+
+def test_a_question_makes_no_plan_to_write(adapt, tmp_path):  # noqa: F811
+    words = ["plan", MODEL, "--cluster", CLUSTER, "--ask", "ep-curve", "--export", tmp_path]
+    status, _, err = adapt(*words)
+    assert status == 2
+    assert "--ask does not make one" in " ".join(err.split())
