@@ -10,7 +10,7 @@ from rich.text import Text
 
 from adapter_agent.terminal import bar, new_table
 from adapter_agent.words import shape
-from strategies.answers import Answer, Degraded, EpCurve
+from strategies.answers import Answer, Degraded, EpCurve, windows_in_words
 
 if TYPE_CHECKING:
     from strategies.schema import Alternative, Memory, Plan
@@ -125,22 +125,13 @@ def picture_of_ep_curve(curve: EpCurve) -> RenderableType:
             text = f"{cell.seconds:.3g}" + ("" if cell.fits else " (memory)")
             cells.append(Text(text, "bold" if ep == row.fastest else ""))
         made.add_row(f"{row.tokens_per_rank:,}", *cells)
-    lines = [f"{w.assumed}: {windows_in_words(w.windows)}" for w in curve.windows]
+    lines = [f"{w.assumed}: best is {windows_in_words(w.windows)}" for w in curve.windows]
     last = (
         f"up to {curve.fits_up_to:,} tokens a rank fit"
         if curve.fits_up_to
         else "no number of tokens fits"
     )
     return Group(Text(curve.kept), made, *map(Text, [*lines, last]))
-
-
-def windows_in_words(windows: dict[int, tuple[int, int]]) -> str:
-    """`EP 128 up to 1,328 tokens a rank, EP 64 to 2,332, EP 32 above`."""
-    ordered = sorted(windows.items(), key=lambda item: item[1])
-    if len(ordered) == 1:
-        return f"EP {ordered[0][0]} throughout"
-    said = [f"EP {ep} to {last:,}" for ep, (_, last) in ordered[:-1]]
-    return f"best is {', '.join(said)} tokens a rank, EP {ordered[-1][0]} above"
 
 
 def picture_of_degraded(found: list[Degraded]) -> RenderableType:

@@ -148,17 +148,19 @@ def largest_micro_batch(problem: Problem) -> Answer:
     return _answer(problem, point, count, "sequences", limit)
 
 
-def ep_curve(problem: Problem) -> EpCurve:
+def ep_curve(problem: Problem, like: Candidates | None = None) -> EpCurve:
     """Seconds of a micro-batch by EP over tokens a rank, and where another EP becomes better.
 
-    The rest of the fastest plan is kept. A rank's tokens are as few sequences as possible, none
-    longer than the job's. Times are given also where memory does not allow them, and marked.
+    The rest of the plan `like` is kept, by default of the fastest that can be run. A rank's tokens
+    are as few sequences as possible, none longer than the job's. Times are given also where memory
+    does not allow them, and marked.
     Raises InfeasibleError where no plan fits, InputError for a model without experts.
     """
     if not problem.model.experts:
         fix = "give a mixture-of-experts model"
         raise InputError("--ask", field="ep-curve", fault="the model has no experts", fix=fix)
-    like = _require(_fastest(replace(problem, allow=frozenset()))).plans
+    if like is None:
+        like = _require(_fastest(replace(problem, allow=frozenset()))).plans
     octaves = math.log2(MOST_TOKENS / FEWEST_TOKENS)
     fine = np.geomspace(FEWEST_TOKENS, MOST_TOKENS, round(octaves * TOKENS_PER_OCTAVE) + 1)
     pricing = problem.pricing
@@ -244,7 +246,7 @@ def _require(point: Points | None) -> Points:
 
 def _over_tokens(problem: Problem, pricing: CostModel, like: Candidates, tokens: Column) -> Points:
     """One plan with every EP of its shards and every number of tokens a rank."""
-    shards = int(like.fsdp[0])
+    shards = int(like.fsdp[0] * like.tp[0])
     eps = [n for n in divisors(shards) if problem.model.experts % n == 0]
     cases = [
         (ep, dispatcher, round(n))
@@ -298,9 +300,20 @@ def _row(table: Points, tokens: int) -> EpRow:
 
 def _windows(table: Points) -> dict[int, tuple[int, int]]:
     """EP -> the first and last tokens at which it is the fastest, whether it fits or not."""
-    found: dict[int, tuple[int, int]] = {}
-    for tokens in np.unique(_tokens(table)).tolist():
-        here = table.take(_tokens(table) == tokens)
-        ep = int(here.best.plans.ep[0])
-        found[ep] = (found.get(ep, (tokens, 0))[0], tokens)
-    return found
+    tokens, eps = _tokens(table), table.plans.ep
+    order = np.lexsort((eps, table.seconds, tokens))
+    counts, first = np.unique(tokens[order], return_index=True)
+    fastest = eps[order][first]
+    return {
+        int(ep): (int(counts[fastest == ep].min()), int(counts[fastest == ep].max()))
+        for ep in np.unique(fastest)[::-1]
+    }
+
+
+def windows_in_words(windows: dict[int, tuple[int, int]]) -> str:
+    """`EP 128 to 2,300, EP 64 to 9,000 tokens a rank, EP 32 above`."""
+    ordered = sorted(windows.items(), key=lambda item: item[1])
+    if len(ordered) == 1:
+        return f"EP {ordered[0][0]} throughout"
+    said = [f"EP {ep} to {last:,}" for ep, (_, last) in ordered[:-1]]
+    return f"{', '.join(said)} tokens a rank, EP {ordered[-1][0]} above"

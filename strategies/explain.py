@@ -8,11 +8,14 @@ import numpy as np
 
 from analyzers.errors import InfeasibleError
 from strategies.alternatives import settings
+from strategies.answers import ep_curve, windows_in_words
+from strategies.candidates import RECOMPUTATION
 from strategies.problem import Problem
 from strategies.schema import Alternative, Plan, Searched
 from strategies.solver import MAX_OOM_PROBABILITY, QUANTILE, Points, solve, step_tokens
 from strategies.space import FEATURES, make_space
 
+FULL = RECOMPUTATION.index("full")
 MAX_LISTED = 12
 """Layouts that a message names."""
 
@@ -117,6 +120,8 @@ def explain(
             f"A token is exchanged at the experts' own width, {problem.work.expert_width}; best "
             f"tokens/s a device by EP (a divisor of {problem.model.experts} experts): {curve}."
         )
+    if problem.model.experts and p.fsdp * p.tp > 1:
+        said.append(_ep_by_tokens(problem, best))
     if gains:
         listed = "; ".join(a.why for a in gains)
         said.append(f"Priced, but the runtime cannot run it yet: {listed}.")
@@ -133,6 +138,20 @@ def explain(
     if vain:
         said.append(f"Alone, none of these would save time: {', '.join(vain)}.")
     return [*said, _assumptions(problem)]
+
+
+def _ep_by_tokens(problem: Problem, best: Points) -> str:
+    curve = ep_curve(problem, like=best.plans)
+    planned, _, bare = (windows_in_words(w.windows) for w in curve.windows)
+    said = f"With the rest of this plan kept, the fastest are {planned}"
+    said += f" (up to {curve.fits_up_to:,} fit)" if curve.fits_up_to else ""
+    if bare == planned:
+        return f"{said}."
+    again = "recomputation repeats the exchange and " if best.plans.recomputation[0] == FULL else ""
+    return (
+        f"{said}. Communication alone, with nothing hidden behind compute and no recomputation, "
+        f"would say {bare}: {again}compute hides gathers of experts, which favours smaller EP."
+    )
 
 
 def _how_it_was_found(searched: Searched, fitting: int) -> str:

@@ -9,7 +9,6 @@ import pytest
 import analyzers
 from adapter_agent import cli
 from adapter_agent.plan_command import routing_of
-from adapter_agent.plan_picture import windows_in_words
 from analyzers.errors import InputError
 from strategies.schema import Routing
 
@@ -145,9 +144,3 @@ def test_a_histogram_that_cannot_be_is_bad_input(tmp_path, content, said):
     path.write_text(content)
     with pytest.raises(InputError, match=said):
         routing_of(str(path))
-
-
-def test_windows_are_read_from_few_tokens_to_many():
-    said = windows_in_words({64: (2400, 9000), 128: (512, 2300), 32: (9100, 65536)})
-    assert said == "best is EP 128 to 2,300, EP 64 to 9,000 tokens a rank, EP 32 above"
-    assert windows_in_words({2: (512, 65536)}) == "EP 2 throughout"

@@ -155,3 +155,9 @@ def test_idle_devices_are_left_only_where_that_is_faster(k3, supernode):
     assert speeds[0] >= speeds[1] * (1 - 1e-9)
     assert plan.world_size + plan.idle_devices == 128
     assert np.isfinite(speeds).all()
+
+
+def test_windows_are_read_from_few_tokens_to_many():
+    said = answers.windows_in_words({64: (2400, 9000), 128: (512, 2300), 32: (9100, 65536)})
+    assert said == "EP 128 to 2,300, EP 64 to 9,000 tokens a rank, EP 32 above"
+    assert answers.windows_in_words({2: (512, 65536)}) == "EP 2 throughout"
