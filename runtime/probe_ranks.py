@@ -19,7 +19,6 @@ from runtime.build import process_group, say
 from runtime.launch import die_with_parent
 
 MIB = 2**20
-GIB = 2**30
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 WARM_UP, REPEATS = 2, 5
@@ -42,15 +41,12 @@ def groups(ranks: int) -> list[int]:
 class Bench:
     """Times work on this rank's device; what all ranks do at once, at the pace of the slowest."""
 
-    def __init__(self, device: torch.device, seconds: float) -> None:
+    def __init__(self, device: torch.device, seconds: float, total: int) -> None:
         self.device, self.seconds = device, seconds
-        self._done = 0
-        self._total = 0
-
-    def expect(self, total: int) -> None:
-        self._total = total
+        self._done, self._total = 0, total
 
     def step(self, text: str) -> None:
+        """Tells that one of `total` steps begins."""
         self._done += 1
         say(f"{self._done}/{self._total} {text}")
 
@@ -189,8 +185,7 @@ def main() -> int:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with process_group() as device, torch.inference_mode():
         ranks = dist.get_world_size()
-        bench = Bench(device, arguments.seconds)
-        bench.expect(steps(ranks, arguments.sizes))
+        bench = Bench(device, arguments.seconds, steps(ranks, arguments.sizes))
         found = measure_device(bench, arguments.copy_mib)
         found["collectives"] = measure_collectives(bench, arguments.sizes)
         bench.step("done")
