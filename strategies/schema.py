@@ -192,6 +192,35 @@ class Searched:
 
 
 @document
+class Change:
+    before: float
+    after: float
+
+
+@document
+class Refit:
+    """What a finished run changed."""
+
+    steps: int
+    """That were counted."""
+    step_seconds: float
+    """Measured, median."""
+    step_seconds_before: float
+    """As predicted with the constants of published runs."""
+    step_seconds_after: float
+    peak_gib: float | None
+    """Measured; None on a CPU, where the whole process is counted."""
+    peak_gib_before: float
+    peak_gib_after: float
+    overload: float | None
+    """Tokens of the fullest expert-parallel rank over the mean, by the experts' measured loads."""
+    overload_planned: float | None
+    constants: dict[str, Change] = field(default_factory=dict)
+    """Those that moved."""
+    said: list[str] = field(default_factory=list)
+
+
+@document
 class Twin:
     """Set on a plan that proves a larger one on fewer devices."""
 
@@ -245,4 +274,6 @@ class Plan:
     training: Literal["lora", "full"] = "lora"
     routing: Routing = field(default_factory=Routing)
     """That the prediction counts with (the job's)."""
+    measured: Refit | None = None
+    """The finished run whose constants the prediction is made with."""
     twin: Twin | None = None

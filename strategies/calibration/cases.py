@@ -26,6 +26,9 @@ from strategies.workload import FLOAT32_STATE, MASTER_STATE, Precision, State, W
 
 BF16_STATE = State(weight=2.0, gradient=2.0, optimizer=4.0)
 """A model loaded in bfloat16 under a plain Adam keeps everything in bfloat16 (NeMo AutoModel)."""
+MEGATRON_STATE = State(weight=2.0, gradient=2.0, optimizer=12.0)
+"""Megatron-Bridge's performance recipes set `grad_reduce_in_fp32 = False`: gradients in bfloat16
+(scripts/performance of NVIDIA-NeMo/Megatron-Bridge)."""
 NATURAL = Routing(exponent=0.3)
 """Of a router that balances itself: the fullest of 64 ranks gets 1.2 to 1.35 times the mean, as
 marin#7668 measured (1.21 to 1.34 on average)."""
@@ -140,7 +143,7 @@ def _workload(name: str, run: PublishedRun, family: str, precision: Precision) -
 
 STATES = {
     "automodel": BF16_STATE,
-    "megatron": MASTER_STATE,
+    "megatron": MEGATRON_STATE,
     "fsdp2": FLOAT32_STATE,
     "deepspeed": MASTER_STATE,
     "jax": FLOAT32_STATE,

@@ -169,9 +169,17 @@ def weights(rows: Sequence[Row]) -> np.ndarray:
 
 
 def fit(
-    table: Table, ranges: Mapping[str, Range], *, weight: np.ndarray | None = None
+    table: Table,
+    ranges: Mapping[str, Range],
+    *,
+    weight: np.ndarray | None = None,
+    spread: float = 1.0,
 ) -> Constants:
-    """The constants with the least loss. `weight` replaces `weights`, e.g. by a bootstrap's."""
+    """The constants with the least loss.
+
+    `weight` replaces `weights`; `spread` scales `SPREAD`, e.g. 0 where a source has no offset
+    because its own constants are wanted.
+    """
     w = weights(table.rows) if weight is None else weight
     low = np.array([r.low for r in ranges.values()])
     high = np.array([r.high for r in ranges.values()])
@@ -187,12 +195,13 @@ def fit(
         signs = np.where(best + nudge > high, -1.0, 1.0) * nudge
         points = [best, *(best + np.diag(signs))]
         errors = table.errors([made(p) for p in points])
-        step = _step(table, errors, signs, w, best, expected, deviation, low, high)
+        step = _step(table, errors, signs, w, spread, best, expected, deviation, low, high)
         trials = [best] + [np.clip(best + f * step, low, high) for f in FRACTIONS]
         tried = table.errors([made(t) for t in trials[1:]])
-        losses = [_loss(table, {n: e[0] for n, e in errors.items()}, w)]
+        losses = [_loss(table, {n: e[0] for n, e in errors.items()}, w, spread)]
         losses += [
-            _loss(table, {n: e[i] for n, e in tried.items()}, w) for i in range(len(FRACTIONS))
+            _loss(table, {n: e[i] for n, e in tried.items()}, w, spread)
+            for i in range(len(FRACTIONS))
         ]
         losses = [
             loss + np.sum(((t - expected) / deviation) ** 2) / 2
@@ -205,7 +214,9 @@ def fit(
     return made(best)
 
 
-def offsets(table: Table, errors: Mapping[str, np.ndarray], w: np.ndarray) -> dict[str, np.ndarray]:
+def offsets(
+    table: Table, errors: Mapping[str, np.ndarray], w: np.ndarray, spread: float = 1.0
+) -> dict[str, np.ndarray]:
     """The most likely offset of each source by quantity: its rows' robust mean, drawn towards 0."""
     found = {}
     for name, error in errors.items():
@@ -216,18 +227,22 @@ def offsets(table: Table, errors: Mapping[str, np.ndarray], w: np.ndarray) -> di
             each = w * known / np.maximum(np.abs(rest), 1.0) / WIDTH[name] ** 2
             total = np.bincount(table.source, each * np.nan_to_num(error), len(table.sources))
             mass = np.bincount(table.source, each, len(table.sources))
-            offset = total / (mass + SPREAD[name] ** -2)
+            offset = total / (mass + _precision(name, spread))
         found[name] = offset
     return found
 
 
-def _loss(table: Table, errors: Mapping[str, np.ndarray], w: np.ndarray) -> float:
+def _precision(name: str, spread: float) -> float:
+    return (max(spread, 1e-6) * SPREAD[name]) ** -2
+
+
+def _loss(table: Table, errors: Mapping[str, np.ndarray], w: np.ndarray, spread: float) -> float:
     total = 0.0
-    for name, offset in offsets(table, errors, w).items():
+    for name, offset in offsets(table, errors, w, spread).items():
         known = np.isfinite(errors[name])
         rest = np.abs(np.nan_to_num(errors[name]) - offset[table.source]) / WIDTH[name]
         total += float(np.sum(w * known * np.where(rest <= 1, rest**2 / 2, rest - 0.5)))
-        total += float(np.sum((offset / SPREAD[name]) ** 2) / 2)
+        total += float(np.sum(offset**2) * _precision(name, spread) / 2)
     return total
 
 
@@ -236,6 +251,7 @@ def _step(
     errors: Mapping[str, np.ndarray],
     signs: np.ndarray,
     w: np.ndarray,
+    spread: float,
     at: np.ndarray,
     expected: np.ndarray,
     deviation: np.ndarray,
@@ -250,7 +266,7 @@ def _step(
     count, sources = len(at), len(table.sources)
     size = count + sources * len(errors)
     matrix, target = np.zeros((size, size)), np.zeros(size)
-    known_offsets = offsets(table, {n: e[0] for n, e in errors.items()}, w)
+    known_offsets = offsets(table, {n: e[0] for n, e in errors.items()}, w, spread)
     for j, (name, error) in enumerate(errors.items()):
         rows = np.isfinite(error[0])
         slope = np.zeros((rows.sum(), size))
@@ -263,7 +279,7 @@ def _step(
         matrix += slope.T @ (each[:, None] * slope)
         target -= slope.T @ (each * error[0][rows])
         diagonal = np.arange(count + j * sources, count + (j + 1) * sources)
-        matrix[diagonal, diagonal] += SPREAD[name] ** -2
+        matrix[diagonal, diagonal] += _precision(name, spread)
     diagonal = np.arange(count)
     matrix[diagonal, diagonal] += deviation**-2
     target[:count] -= (at - expected) / deviation**2
