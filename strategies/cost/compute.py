@@ -37,7 +37,7 @@ TILE_ROWS, TILE_COLUMNS = 128, 256
 LOSS_BYTES = 14
 """Moved for a token and vocabulary entry: logits written and read as bf16, float32 log-softmax
 written and read, gradient written."""
-FULL, SELECTIVE = RECOMPUTATION.index("full"), RECOMPUTATION.index("selective")
+NONE, SELECTIVE, FULL = (RECOMPUTATION.index(n) for n in ("none", "selective", "full"))
 
 
 @dataclass(frozen=True, kw_only=True)

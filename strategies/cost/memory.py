@@ -17,7 +17,7 @@ import numpy as np
 from analyzers.backends import Backend
 from strategies.candidates import DISPATCHERS, EXPERT_FORMATS, Candidates, Column
 from strategies.cost.columns import at
-from strategies.cost.compute import EXPERT_BYTES, FULL, SELECTIVE, Routed
+from strategies.cost.compute import EXPERT_BYTES, FULL, NONE, SELECTIVE, Routed
 from strategies.cost.constants import Constants
 from strategies.cost.stages import Stages
 
@@ -91,8 +91,11 @@ def memory(
     full = work.training == "full"
     frozen, trained, gradients, optimizer = resident(work, c, size, stages)
     unsharded = _unsharded(work, c, size, stages)
-    activations = _activations(work, c, size, stages, load) * k.saved_share
+    kept, block = _activations(work, c, size, stages, load, k)
     logits = c.tokens * work.vocab_size / c.tp * float(LOGIT_BYTES)
+    # Gradients of the first micro-batch come as its activations go: both are never there in full.
+    fresh = c.shard_parameters & (c.gradient_accumulation == 1) & (c.pp == 1)
+    activations = block + np.where(fresh, np.maximum(kept - gradients, 0.0), kept)
     dispatch = _dispatch(work, c, size, load)
     groups = [c.tp, c.cp, c.fsdp, c.dp_replicate, c.ep, c.efsdp, c.pp]
     communicators = np.sum([g > 1 for g in groups], axis=0)
@@ -199,18 +202,23 @@ def _largest(blocks: list[tuple[Column, int]]) -> Column:
     return rows[:BLOCKS_IN_FLIGHT].sum(axis=0)
 
 
-def _activations(work: Workload, c: Candidates, size: int, stages: Stages, load: Routed) -> Column:
-    """Bytes kept for the backward pass on the first stage, which has most micro-batches in flight.
+def _activations(
+    work: Workload, c: Candidates, size: int, stages: Stages, load: Routed, k: Constants
+) -> tuple[Column, Column]:
+    """Bytes kept for the backward pass on the first stage, which has most micro-batches in flight,
+    and those of the block that is in its backward pass.
 
-    none: every saved tensor of every layer. selective: each layer's input, outputs of products
-    and of attention cores. full: each layer's input, and one layer that is recomputed. Expert
-    parallelism divides nothing here; tensor parallelism, with sequences split, everything.
+    none: every saved tensor of every layer. selective: each layer's input, outputs of every second
+    product and of attention cores. full: each layer's input. A block in its backward pass has all
+    its tensors and as many gradients. Expert parallelism divides nothing here; tensor parallelism,
+    with sequences split, everything.
     """
     scale = size / 2 * c.micro_batch_size / c.cp / c.tp
     every = largest = selected = np.zeros(len(c))
     for kind in work.kinds:
         routed = at(kind.saved_routed, c.sequence_length)
         saved = at(kind.saved_bytes, c.sequence_length) + routed * (load.overload - 1)
+        saved = saved * k.saved_share
         every = every + kind.layers * saved
         between = at(kind.selective_bytes, c.sequence_length)
         between = between + at(kind.selective_routed, c.sequence_length) * (load.overload - 1)
@@ -219,8 +227,8 @@ def _activations(work: Workload, c: Candidates, size: int, stages: Stages, load:
     inputs = (work.layers * work.layer_input_bytes + work.shared_input_bytes) * c.sequence_length
     kept = np.where(c.recomputation == FULL, inputs, every)
     kept = np.where(c.recomputation == SELECTIVE, np.minimum(inputs + selected, every), kept)
-    once = np.where(c.recomputation == FULL, largest, 0.0)
-    return scale * (kept * stages.share * stages.in_flight + once)
+    block = np.where(c.recomputation == NONE, largest, 2 * largest)
+    return scale * kept * stages.share * stages.in_flight, scale * block
 
 
 def _dispatch(work: Workload, c: Candidates, size: int, load: Routed) -> Column:

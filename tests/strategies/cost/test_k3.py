@@ -215,7 +215,7 @@ def test_experts_that_are_not_sharded_within_a_rank_are_not_gathered(work, super
 
 def test_float32_doubles_weights_and_activations(tiny):
     work = workload(tiny, Lora())
-    c = columns(fsdp=2, ep=2, dispatcher=1, sequence_length=256)
+    c = columns(fsdp=2, ep=2, dispatcher=1, sequence_length=256, gradient_accumulation=2)
     narrow = load_backend("h200")
     wide = replace(narrow, training_dtype="float32")
     a, b = (

@@ -187,17 +187,34 @@ def test_the_host_binds_short_kernels(dense, device, plain):
 
 def test_memory_of_a_full_fine_tune_by_hand(dense, device, plain):
     """8 shards of float32 weights, gradients and moments; two gathered layers and the tables; saved
-    activations of 330 bytes a token and layer; 12 bytes for each logit."""
+    activations of 330 bytes a token and layer, and as many of the layer in its backward pass; 12
+    bytes for each logit. Two micro-batches, so that gradients are there from the first."""
     work = workload(dense, Lora(), training="full")
-    held = evaluate(work, switch(device, 8), columns(fsdp=8, sequence_length=TOKENS), plain).memory
+    held = evaluate(
+        work,
+        switch(device, 8),
+        columns(fsdp=8, sequence_length=TOKENS, gradient_accumulation=2),
+        plain,
+    ).memory
     every = 2 * WEIGHTS + 2 * TABLE
     assert held.trained_weights[0] == pytest.approx(4 * every / 8)
     assert held.gradients[0] == pytest.approx(4 * every / 8)
     assert held.optimizer[0] == pytest.approx(8 * every / 8)
     assert held.unsharded_blocks[0] == pytest.approx(2 * WEIGHTS * (2 + 4) + 2 * TABLE * 2)
-    assert held.activations[0] == pytest.approx(2 * (110 + 220) * TOKENS)
+    assert held.activations[0] == pytest.approx(3 * (110 + 220) * TOKENS)
     assert held.logits[0] == pytest.approx(12 * TOKENS * 1000)
     assert held.frozen_weights[0] == held.adapters[0] == held.dispatch[0] == 0
+
+
+def test_gradients_come_as_activations_go(sparse, device, plain):
+    """One micro-batch: what is kept counts only as far as it exceeds the gradients that are not
+    there yet; 430 bytes a token and layer in two layers against 4 bytes for each parameter."""
+    work = workload(sparse, Lora(), training="full")
+    plans = columns(fsdp=8, sequence_length=4 * TOKENS, gradient_accumulation=[1, 2])
+    held = evaluate(work, switch(device, 8), plans, plain).memory
+    gradients = held.gradients[0]
+    kept = 2 * 440 * 4 * TOKENS
+    assert held.activations == pytest.approx([max(kept - gradients, 0) + kept / 2, kept + kept / 2])
 
 
 def test_optimizer_sharding_keeps_weights_and_gradients_whole(dense, device, plain):
@@ -215,22 +232,23 @@ def test_optimizer_sharding_keeps_weights_and_gradients_whole(dense, device, pla
 
 
 def test_the_first_stage_keeps_a_micro_batch_for_each_stage_behind_it(dense, device, plain):
-    """Two stages of one layer: 2 micro-batches of half the layers; interleaving one chunk more."""
+    """Two stages of one layer: two micro-batches of half the layers, and the layer in backward."""
     work = workload(dense, Lora(), training="full")
-    whole = evaluate(work, switch(device, 1), columns(sequence_length=TOKENS), plain)
+    accumulated = columns(sequence_length=TOKENS, gradient_accumulation=8)
+    whole = evaluate(work, switch(device, 1), accumulated, plain)
     plan = columns(pp=2, gradient_accumulation=8, sequence_length=TOKENS)
     piped = evaluate(work, switch(device, 2), plan, plain)
     assert piped.memory.activations == pytest.approx(whole.memory.activations)
     one = evaluate(work, switch(device, 2), columns(pp=2, sequence_length=TOKENS), plain)
-    assert one.memory.activations == pytest.approx(whole.memory.activations / 2)
+    assert one.memory.activations == pytest.approx(2 * 330 * TOKENS)
 
 
 def test_recomputation_trades_memory_for_time(dense, device, plain):
     work = workload(dense, Lora(), training="full")
-    plan = columns(recomputation=[0, 1, 2], sequence_length=TOKENS)
+    plan = columns(recomputation=[0, 1, 2], sequence_length=TOKENS, gradient_accumulation=2)
     costs = evaluate(work, switch(device, 1), plan, plain)
-    # Full: the inputs of two layers, and one layer's 330 bytes a token while it is recomputed.
-    assert costs.memory.activations[2] == pytest.approx((2 * 2048 + 330) * TOKENS)
+    # Full: the inputs of two layers, and one layer's 330 bytes a token with their gradients.
+    assert costs.memory.activations[2] == pytest.approx((2 * 2048 + 2 * 330) * TOKENS)
     assert list(costs.seconds) == sorted(costs.seconds)
 
 
