@@ -75,11 +75,12 @@ mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${{hosts[0]}} MASTER_PORT=${{MASTER_PORT:-{port}}}
 
 # torchrun cannot restart a group of several nodes with static ranks; the job is started again.
+# One task a node holds all of its ranks: without --cpu-bind=none they would share one core.
 for attempt in $(seq 0 "${{MAX_RESTARTS:-{restarts}}}"); do
     if ((attempt)); then
         echo "restart $attempt" >&2
     fi
-    srun --kill-on-bad-exit=1 "$run_dir/launch/torchrun.sh" "$@" && exit 0
+    srun --kill-on-bad-exit=1 --cpu-bind=none "$run_dir/launch/torchrun.sh" "$@" && exit 0
 done
 exit 1
 """

@@ -6,6 +6,16 @@ from strategies.exports.source import Export, Source, common_losses, layers_per_
 
 TARGET = "torchtitan 0.3"
 
+MODELS = {
+    "deepseek_v3": "deepseek_v3",
+    "gpt_oss": "gpt_oss",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3",
+    "qwen3_5": "qwen3_5",
+    "qwen3_5_moe": "qwen3_5",
+}
+"""Model type -> module of `torchtitan.models`."""
+
 _RECOMPUTATION = {
     "none": "None",
     "selective": "SelectiveAC.Config()",
@@ -76,15 +86,17 @@ def export(source: Source) -> Export:
         rank=plan.lora.rank,
         alpha=plan.lora.alpha,
     )
+    model = MODELS.get(source.analysis.model_type)
+    registry = f"torchtitan.models.{model}" if model else "your model"
     modules = "[]" if plan.training == "full" else "[...]"
     return Export(
         name="torchtitan_plan.py",
         target=TARGET,
         body=body,
         usage=[
-            "In a module of yours in exports/, say my_job.py, on a config function of your model:",
+            f"In a module of yours in exports/, say my_job.py, on a config function of {registry}:",
             "    def job():",
-            f"        return with_plan(deepseek_v3_671b(), lora_modules={modules})",
+            f"        return with_plan(CONFIG_FUNCTION(), lora_modules={modules})",
             "PYTHONPATH=exports launch/torchrun.sh -m torchtitan.train \\",
             "    --module my_job --config job",
             "Optimizer, data and checkpoints stay those of the base.",
@@ -116,6 +128,8 @@ def _lines(settings: dict[str, object]) -> str:
 def _lost(source: Source) -> list[str]:
     plan = source.plan
     lost = common_losses(source)
+    if source.analysis.model_type not in MODELS:
+        lost.append(f"the model: {TARGET} is not known to have '{source.analysis.model_type}'")
     if plan.training == "lora":
         lost.append("names of the adapted layers: torchtitan's models have names of their own")
         if "routed_experts" in plan.lora.targets:

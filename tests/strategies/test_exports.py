@@ -263,6 +263,23 @@ def test_torchtitan_reads_its_file(source_of, tmp_path, layout, recomputation):
     assert all(name.endswith("wo") for name in adapted)
 
 
+@pytest.mark.parametrize(("model_type", "said"), [("qwen3_moe", False), ("kimi_k3", True)])
+def test_models_that_torchtitan_lacks_are_named(source_of, tiny, tmp_path, model_type, said):
+    source = source_of(analysis=replace(tiny, model_type=model_type))
+    text, written = text_of(source, tmp_path, "torchtitan")
+    assert any(line.startswith("the model:") for line in written.lost) == said
+    assert ("torchtitan.models.qwen3" in text) != said
+
+
+def test_the_models_of_torchtitan_are_there():
+    pytest.importorskip("torchtitan", reason="pip install torchtitan")
+    from torchtitan.models import _supported_models
+
+    from strategies.exports.torchtitan import MODELS
+
+    assert set(MODELS.values()) <= _supported_models
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_automodel_reads_its_file(source_of, tmp_path, layout):
     pytest.importorskip("nemo_automodel", reason="pip install --no-deps nemo-automodel")

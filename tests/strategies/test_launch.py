@@ -115,7 +115,7 @@ def test_slurm_numbers_the_nodes_as_the_topology_does(plan_of, tmp_path):
     _, sbatch = write_launch(*plan_of("hgx-h200-128"), run_dir)
     # Enough lines to overflow a pipe: a reader that stops at the first would kill the job.
     fake(tmp_path / "bin", "scontrol", "printf 'gpu%05d\\n' {1..20000}")
-    fake(tmp_path / "bin", "srun", 'shift; SLURM_NODEID=9 "$@"')
+    fake(tmp_path / "bin", "srun", 'shift 2; SLURM_NODEID=9 "$@"')
     fake(tmp_path / "bin", "torchrun", 'printf "%s\\n" "$@"')
     started = run(sbatch, tmp_path / "bin", "validate", **SLURM).stdout.splitlines()
     assert started[:6] == ["--nnodes", "16", "--node-rank", "9", "--master-addr", "gpu00001"]
