@@ -20,6 +20,8 @@ from strategies.space import divisors
 
 SEQUENCE_STEP = 128
 """Sequences are counted in multiples of this."""
+LONGEST = 1 << 24
+"""Tokens of a sequence, where the model does not say what it takes."""
 MOST_SEQUENCES = 1 << 14
 """Larger micro-batches are not tried."""
 SHOWN_TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
@@ -116,18 +118,20 @@ def longest_sequence(problem: Problem) -> Answer:
 
     Memory never shrinks with the sequence, so bisection is exact. Raises InfeasibleError.
     """
-    most = max((problem.longest or 1 << 24) // SEQUENCE_STEP, 1)
+    longest = problem.longest or LONGEST
+    step = min(SEQUENCE_STEP, longest)
+    most = longest // step
 
     def fastest(count: int) -> Points | None:
-        job = replace(problem.job, sequence_length=count * SEQUENCE_STEP, global_batch_size=None)
+        job = replace(problem.job, sequence_length=count * step, global_batch_size=None)
         fixed = {**problem.fixed, "micro_batch_size": 1}
         return _fastest(replace(problem, job=job, fixed=fixed))
 
     count, point = _largest(fastest, most)
     if point is None:
-        raise InfeasibleError(f"not even a sequence of {SEQUENCE_STEP} tokens fits")
+        raise InfeasibleError(f"not even a sequence of {step} tokens fits")
     limit = "a longer one does not fit" if count < most else "the model takes no longer one"
-    return _answer(problem, point, count * SEQUENCE_STEP, "tokens", limit)
+    return _answer(problem, point, count * step, "tokens", limit)
 
 
 def largest_micro_batch(problem: Problem) -> Answer:
