@@ -85,6 +85,14 @@ def plan(
             help="Write plan.json here, with configs of other trainers and launch scripts.",
         ),
     ] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN_DIR",
+            help="Refit the cost model's constants from a finished run on this cluster, plan with "
+            "them and say what changed.",
+        ),
+    ] = None,
     trust_remote_code: TrustOpt = False,
     as_json: JsonOpt = False,
     quiet: QuietOpt = False,
@@ -98,6 +106,7 @@ def plan(
     from adapter_agent import plan_picture
     from adapter_agent import terminal as t
     from adapter_agent.job import Options, make_job
+    from adapter_agent.measured import constants_of, with_refit
     from analyzers import analyze as analyze_model
     from strategies import load_cluster, search
     from strategies.exports import Source
@@ -123,13 +132,17 @@ def plan(
     with t.stdout_kept_clean(), terminal.live():
         job = replace(make_job(options), training=training, routing=routing_of(routing))
         devices = load_cluster(cluster)
+        constants, refit = constants_of(measured, devices) if measured else (None, None)
         found = analyze_model(model, trust_remote_code=trust_remote_code, progress=terminal)
         terminal("searching plans")
         if ask:
-            problem = make_problem(found, devices, job, allow=features)
+            problem = make_problem(found, devices, job, allow=features, constants=constants)
             said = _answer(ask, problem, link_scale)
         else:
-            said = search(found, devices, job, allow=features, allow_idle=allow_idle)
+            said = search(
+                found, devices, job, allow=features, allow_idle=allow_idle, constants=constants
+            )
+            said = with_refit(said, refit) if refit else said
             if figures:
                 from adapter_agent.report import write_plan_figures
 

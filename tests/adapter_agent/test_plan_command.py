@@ -9,6 +9,7 @@ import pytest
 import analyzers
 from adapter_agent import cli
 from adapter_agent.plan_command import routing_of
+from analyzers.documents import to_json
 from analyzers.errors import InputError
 from strategies.schema import Routing
 
@@ -144,3 +145,40 @@ def test_a_histogram_that_cannot_be_is_bad_input(tmp_path, content, said):
     path.write_text(content)
     with pytest.raises(InputError, match=said):
         routing_of(str(path))
+
+
+def test_a_finished_run_refits_the_plan(plan, analyzed, tmp_path):
+    _, out, _ = plan("--json")
+    made = json.loads(out)
+    (tmp_path / "plan.json").write_text(out)
+    (tmp_path / "analysis.json").write_text(to_json(analyzed))
+    report = {"passed": True, "device": "cpu", "world_size": 2, "checks": []}
+    (tmp_path / "validation.json").write_text(json.dumps(report))
+    (tmp_path / "train").mkdir()
+    step = {
+        "loss": 1.0,
+        "grad_norm": 1.0,
+        "learning_rate": 1e-3,
+        "tokens": 1,
+        "step_seconds": 1.1 * made["predicted"]["step_seconds"],
+        "tokens_per_second_per_device": 1.0,
+        "peak_memory_gib": 1.0,
+        "tokens_per_expert": [],
+    }
+    lines = [json.dumps({"step": i, **step}) for i in range(6)]
+    (tmp_path / "train/metrics.jsonl").write_text("\n".join(lines))
+
+    status, out, err = plan("--json", "--measured", str(tmp_path))
+    assert status == 0, err
+    again = json.loads(out)
+    assert again["measured"]["steps"] == 4
+    assert again["measured"]["constants"]
+    assert again["explanation"][0].startswith("4 steps took")
+
+    (tmp_path / "validation.json").write_text(json.dumps({**report, "passed": False}))
+    status, _, err = plan("--measured", str(tmp_path))
+    assert status == 2
+    assert "the run failed its validation" in err
+    status, _, err = plan("--measured", str(tmp_path / "nowhere"))
+    assert status == 2
+    assert "is no folder" in err
