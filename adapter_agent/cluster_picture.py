@@ -11,8 +11,6 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from adapter_agent.figures import number
-
 if TYPE_CHECKING:
     import networkx as nx
 
@@ -77,15 +75,15 @@ def _device_rows(cluster: Cluster) -> Iterator[tuple[str, ...]]:
         ("launch", "us"): d.launch_overhead_us,
     }
     for (name, unit), fact in facts.items():
-        yield name, number(fact.value), unit, fact.origin, fact.source
+        yield name, _value(fact.value), unit, fact.origin, fact.source
 
 
 def _host_rows(cluster: Cluster) -> Iterator[tuple[str, ...]]:
     host = cluster.host
     if host is not None:
-        share, whole = number(cluster.host_bytes / 2**30), f"{host.mem_gib:g} GiB a {host.share}"
+        share, whole = _value(cluster.host_bytes / 2**30), f"{host.mem_gib:g} GiB a {host.share}"
         yield "host memory of a device", share, "GiB", "spec", whole
-        yield "copy to the host", number(host.d2h_gbps), "GB/s", "spec", ""
+        yield "copy to the host", _value(host.d2h_gbps), "GB/s", "spec", ""
 
 
 def _tier_rows(tier: Tier) -> Iterator[tuple[str, ...]]:
@@ -94,24 +92,29 @@ def _tier_rows(tier: Tier) -> Iterator[tuple[str, ...]]:
     kind += ["multicast"] if f.multicast else []
     kind += [f"links of {f.link_gbps:g} GB/s"] if f.link_gbps else []
     yield f"{tier.name}, {tier.devices} devices", "", "", "", ", ".join(kind)
-    yield "  link", number(f.bw_gbps), "GB/s", f.origin_of("bw_gbps"), f.source
-    yield "  latency", number(f.latency_us), "us", f.origin_of("latency_us"), ""
+    yield "  link", _value(f.bw_gbps), "GB/s", f.origin_of("bw_gbps"), f.source
+    yield "  latency", _value(f.latency_us), "us", f.origin_of("latency_us"), ""
     yield "  reached", f"{f.efficiency:.0%}", "", f.origin_of("efficiency"), ""
     if f.oversubscription > 1:
         yield "  oversubscribed", f"{f.oversubscription:g}", "times", "spec", ""
     if f.scale < 1:
         yield "  slowed to", f"{f.scale:.0%}", "", "spec", "a degraded part"
     rate = f.rate(tier.size) / 1e9
-    yield "  rate of a collective", number(rate), "GB/s", f.origin, "derived"
+    yield "  rate of a collective", _value(rate), "GB/s", f.origin, "derived"
     pool = tier.unified_memory
     if pool is not None:
         yield (
             "  pooled memory",
-            number(pool.pool_gib),
+            _value(pool.pool_gib),
             "GiB",
             "spec",
             f"at {pool.bw_gbps:g} GB/s a device",
         )
+
+
+def _value(value: float) -> str:
+    """Four significant digits, without an exponent."""
+    return f"{value:.0f}" if value >= 1e4 else f"{value:.4g}"
 
 
 def _curves(cluster: Cluster) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -22,8 +23,8 @@ FORMS = "match a node or a part of one: gpu07, gpu07/*, gpu07/gpu3, gpu07/nic3"
 
 @dataclass
 class _Faults:
-    scales: list[float]
-    """Of each tier."""
+    slow: list[tuple[int, Sequence[int], float]] = field(default_factory=list)
+    """Node, tiers, and the share of their rate that is left."""
     devices: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     """Devices that are down, by node."""
     nics: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
@@ -32,12 +33,12 @@ class _Faults:
 def apply_overrides(yaml: YamlFile, overrides: list[OverrideEntry], cluster: Cluster) -> Cluster:
     """The cluster as its degraded parts leave it.
 
-    A slow NIC slows every tier that NICs serve, a slow device or node every tier: a collective
-    runs at the pace of its slowest member. Of R NICs with d down, one carries the traffic of
-    ceil(R / (R - d)) devices; a node without any is down. Around what is down the largest even
-    part of the cluster is used.
+    Around what is down the largest even part of the cluster is used. A slow NIC in it slows every
+    tier that NICs serve, a slow device or node every tier: a collective runs at the pace of its
+    slowest member. Of R NICs with d down, one carries the traffic of ceil(R / (R - d)) devices; a
+    node without any is down.
     """
-    faults = _Faults([1.0] * len(cluster.tiers))
+    faults = _Faults()
     for i, override in enumerate(overrides):
         _note(yaml, i, override, cluster, faults)
     nics = _nics(cluster)
@@ -45,12 +46,27 @@ def apply_overrides(yaml: YamlFile, overrides: list[OverrideEntry], cluster: Clu
         if len(down) == nics:
             faults.devices[node] = set(range(cluster.devices_per_node))
         else:
-            _slow(faults, _nic_tiers(cluster), 1 / math.ceil(nics / (nics - len(down))))
-    if min(faults.scales) < 1:
-        tiers = tuple(slowed(t, s) for t, s in zip(cluster.tiers, faults.scales, strict=True))
-        measured = tuple(stretched(c, min(faults.scales[: c.within + 1])) for c in cluster.measured)
-        cluster = replace(cluster, tiers=tiers, measured=measured)
-    return _without(yaml, cluster, faults) if faults.devices else cluster
+            shared = math.ceil(nics / (nics - len(down)))
+            faults.slow.append((node, _nic_tiers(cluster), 1 / shared))
+    used: Sequence[int] = range(cluster.nodes)
+    if faults.devices:
+        cluster, used = _without(yaml, cluster, faults)
+    return _slowed(cluster, faults, set(used))
+
+
+def _slowed(cluster: Cluster, faults: _Faults, used: set[int]) -> Cluster:
+    scales = [1.0] * len(cluster.tiers)
+    for node, tiers, scale in faults.slow:
+        if node in used:
+            for i in tiers:
+                scales[i] = min(scales[i], scale)
+    if min(scales) == 1:
+        return cluster
+    return replace(
+        cluster,
+        tiers=tuple(slowed(t, s) for t, s in zip(cluster.tiers, scales, strict=True)),
+        measured=tuple(stretched(c, min(scales[: c.within + 1])) for c in cluster.measured),
+    )
 
 
 def _note(
@@ -77,7 +93,7 @@ def _note(
         raise yaml.error((*at, "match"), fault=fault, fix=FORMS)
     if override.bw_scale is not None:
         tiers = _nic_tiers(cluster) if kind == "nic" else range(len(cluster.tiers))
-        _slow(faults, tiers, override.bw_scale)
+        faults.slow += [(node, tiers, override.bw_scale) for node in nodes]
         return
     missing = faults.nics if kind == "nic" else faults.devices
     for node in nodes:
@@ -97,13 +113,8 @@ def _nic_tiers(cluster: Cluster) -> list[int]:
     return railed or list(range(1, len(cluster.tiers)))
 
 
-def _slow(faults: _Faults, tiers, scale: float) -> None:
-    for i in tiers:
-        faults.scales[i] = min(faults.scales[i], scale)
-
-
-def _without(yaml: YamlFile, cluster: Cluster, faults: _Faults) -> Cluster:
-    """The largest even part without the devices that are down."""
+def _without(yaml: YamlFile, cluster: Cluster, faults: _Faults) -> tuple[Cluster, tuple[int, ...]]:
+    """The largest even part without the devices that are down, and its nodes."""
     per_node = cluster.devices_per_node
     devices = [per_node - len(faults.devices.get(i, ())) for i in range(cluster.nodes)]
     spans = [t.devices // per_node for t in cluster.tiers]
@@ -126,13 +137,14 @@ def _without(yaml: YamlFile, cluster: Cluster, faults: _Faults) -> Cluster:
         f"{total} of {cluster.world_size} devices are used, as {shape}: "
         f"{', '.join(compress_hostlist(lost))} have devices that are down"
     )
-    return replace(
+    part = replace(
         cluster,
         tiers=tuple(tiers),
         node_names=names,
         hostlist=tuple(compress_hostlist(names)),
         notes=(*cluster.notes, note, *_devices_left(cluster, faults, left.nodes)),
     )
+    return part, left.nodes
 
 
 def _devices_left(cluster: Cluster, faults: _Faults, used: tuple[int, ...]) -> list[str]:

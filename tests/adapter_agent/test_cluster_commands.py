@@ -27,7 +27,7 @@ def test_show_prints_the_tree_and_every_number_with_its_origin():
     text = adapt("show", SUPERNODE)
     assert "16 x node, 8 devices" in text
     # 392 GB/s at 42 percent.
-    assert any("rate of a collective" in line and "165" in line for line in text.splitlines())
+    assert any("rate of a collective" in line and "164.6" in line for line in text.splitlines())
     assert any("pooled memory" in line and "16384" in line for line in text.splitlines())
     assert any("host memory of a device" in line and "384" in line for line in text.splitlines())
     assert "146 GB/s" in text

@@ -67,6 +67,14 @@ def test_a_slow_nic_slows_the_tiers_with_rails_alone(tmp_path):
     assert [t.fabric.scale for t in cluster.tiers] == [1.0, 0.25, 0.25]
 
 
+def test_a_slow_part_that_stays_idle_slows_nothing(tmp_path):
+    # b4 is left over once a2 is down.
+    overrides = ({"match": "a2", "down": True}, {"match": "b4/nic0", "bw_scale": 0.5})
+    assert [t.fabric.scale for t in load(tmp_path, *overrides).tiers] == [1.0, 1.0, 1.0]
+    overrides = ({"match": "a2", "down": True}, {"match": "b3/nic0", "bw_scale": 0.5})
+    assert [t.fabric.scale for t in load(tmp_path, *overrides).tiers] == [1.0, 0.5, 0.5]
+
+
 def test_a_nic_that_is_down_is_shared_by_two_devices(tmp_path):
     cluster = load(tmp_path, {"match": "a1/nic3", "down": True})
     assert [t.fabric.scale for t in cluster.tiers] == [1.0, 0.5, 0.5]
