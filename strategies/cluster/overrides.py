@@ -41,13 +41,13 @@ def apply_overrides(yaml: YamlFile, overrides: list[OverrideEntry], cluster: Clu
     faults = _Faults()
     for i, override in enumerate(overrides):
         _note(yaml, i, override, cluster, faults)
-    nics = _nics(cluster)
+    nics, served = _nics(cluster), _nic_tiers(cluster)
     for node, down in faults.nics.items():
-        if len(down) == nics:
+        if served and len(down) == nics:
             faults.devices[node] = set(range(cluster.devices_per_node))
-        else:
+        elif served:
             shared = math.ceil(nics / (nics - len(down)))
-            faults.slow.append((node, _nic_tiers(cluster), 1 / shared))
+            faults.slow.append((node, served, 1 / shared))
     used: Sequence[int] = range(cluster.nodes)
     if faults.devices:
         cluster, used = _without(yaml, cluster, faults)

@@ -104,6 +104,20 @@ def test_a_what_if_slows_one_tier_and_its_curves(tmp_path):
             degraded(whole, tier, scale)
 
 
+def test_one_node_needs_no_nic(tmp_path):
+    data = {
+        "version": 1,
+        "name": "one",
+        "device": "h200",
+        "tiers": TIERS[:1],
+        "nodes": {"names": ["a"]},
+        "overrides": [{"match": "a/nic*", "down": True}],
+    }
+    path = tmp_path / "one.yaml"
+    path.write_text(yaml.safe_dump(data))
+    assert load_cluster(path).world_size == 8
+
+
 @pytest.mark.parametrize(
     ("override", "fault"),
     [
