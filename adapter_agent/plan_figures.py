@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 LEFT = 210
 """Width of the names of rows."""
-ROW = 30
+ROW = 34
 MOST_LINES = 7
 CUT = 0.5
 """Share of the highest speed below which a curve is not drawn."""
@@ -30,6 +30,7 @@ HATCH = (
 @dataclass(frozen=True, kw_only=True)
 class Row:
     name: str
+    detail: str = ""
     parts: Mapping[str, float]
     interval: tuple[float, float] | None = None
     runnable: bool = True
@@ -52,7 +53,7 @@ def plan_figures(plan: Plan, curve: EpCurve | None) -> dict[str, str]:
 def step_figure(plan: Plan) -> str:
     """Seconds for as many tokens as a step of the plan has, so that batches of any size compare."""
     rows = []
-    for name, predicted, runnable in _shown(plan):
+    for name, detail, predicted, runnable in _shown(plan):
         speed = predicted.tokens_per_second_per_device
         scale = plan.predicted.tokens_per_second_per_device / speed
         scale *= plan.predicted.step_seconds / predicted.step_seconds
@@ -60,6 +61,7 @@ def step_figure(plan: Plan) -> str:
         rows.append(
             Row(
                 name=name,
+                detail=detail,
                 parts={k: v * scale for k, v in vars(predicted.step).items()},
                 interval=low_high and (low_high[0] * scale, low_high[1] * scale),
                 runnable=runnable,
@@ -73,27 +75,30 @@ def memory_figure(plan: Plan) -> str:
     rows = [
         Row(
             name=name,
+            detail=detail,
             parts=_parts(predicted),
             interval=predicted.memory_gib_interval,
             runnable=runnable,
         )
-        for name, predicted, runnable in _shown(plan)
+        for name, detail, predicted, runnable in _shown(plan)
     ]
     limit = plan.predicted.memory_gib.capacity
     label = "Memory by part, of the plan and its alternatives"
     return stacked_rows(rows, unit="GiB", label=label, limit=limit)
 
 
-def _shown(plan: Plan) -> list[tuple[str, Predicted, bool]]:
-    rows = [(_name(plan, plan.expert_weight_format), plan.predicted, plan.runnable)]
+def _shown(plan: Plan) -> list[tuple[str, str, Predicted, bool]]:
+    """Why each is there, its settings, what is predicted of it, and whether it can be run."""
+    rows = [("the plan", _settings(plan, plan.expert_weight_format), plan.predicted, plan.runnable)]
     for a in plan.alternatives:
         if a.predicted:
-            experts = a.settings.get("expert_weight_format", plan.expert_weight_format)
-            rows.append((_name(a, str(experts)), a.predicted, a.runnable))
+            experts = str(a.settings.get("expert_weight_format", plan.expert_weight_format))
+            why = a.why.partition(":")[0]
+            rows.append((why, _settings(a, experts), a.predicted, a.runnable))
     return rows
 
 
-def _name(plan: Plan | Alternative, experts: str) -> str:
+def _settings(plan: Plan | Alternative, experts: str) -> str:
     """`TP 2, EP 64 x 2, batch 1, mxfp4`; sharding is what is left of the devices."""
     p = plan.parallelism
     axes = {"PP": p.pp, "TP": p.tp, "CP": p.cp}
@@ -164,22 +169,24 @@ def _row(
     row: Row, y: float, scale: float, colours: Mapping[str, str], unit: str, *, chosen: bool
 ) -> list[str]:
     css = "strong" if chosen else "ink" if row.runnable else "soft"
-    drawn = [caption(LEFT - 8, y + 18, _short(row.name, 28 if chosen else 31), css, "end")]
+    drawn = [caption(LEFT - 8, y + 13, _short(row.name, 31), css, "end")]
+    drawn.append(caption(LEFT - 8, y + 27, _short(row.detail, 38), "soft small", "end"))
     x = float(LEFT)
     for name, colour in colours.items():
         value = row.parts.get(name, 0)
         if value <= 0:
             continue
         share = value / row.total
-        title = f"{row.name}: {name.replace('_', ' ')} {number(value)} {unit} ({share:.1%})"
+        part = f"{name.replace('_', ' ')} {number(value)} {unit} ({share:.1%})"
+        title = f"{row.name} ({row.detail}): {part}"
         more = {} if row.runnable else {"fill_opacity": 0.45}
-        drawn.append(rect(x, y + 4, value * scale, 20, colour, title, **more))
+        drawn.append(rect(x, y + 5, value * scale, 22, colour, title, **more))
         x += value * scale
     if row.interval:
         low, high = (LEFT + v * scale for v in row.interval)
         title = f"{number(row.interval[0])} to {number(row.interval[1])} {unit} four times in five"
         drawn.append(
-            f'<path d="M{low:.1f} {y + 10}v8m0 -4H{high:.1f}m0 -4v8" class="whisker">'
+            f'<path d="M{low:.1f} {y + 12}v8m0 -4H{high:.1f}m0 -4v8" class="whisker">'
             f"<title>{title}</title></path>"
         )
     return drawn
