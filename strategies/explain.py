@@ -137,6 +137,7 @@ def explain(
         )
     if vain:
         said.append(f"Alone, none of these would save time: {', '.join(vain)}.")
+    said += [f"Of the cluster, {note}." for note in problem.cluster.notes]
     return [*said, _assumptions(problem)]
 
 
@@ -193,6 +194,5 @@ def _assumptions(problem: Problem) -> str:
         spread = "even routing"
     return (
         f"Assumed: {spread}; a token travels once to each rank that holds some of its experts; "
-        "axes lie on the devices in a fixed order, tensor parallelism innermost, then EP, the "
-        "shards, replicas and stages."
+        "tensor parallelism lies innermost on the devices."
     )

@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from analyzers.errors import InputError
+from strategies import search
 from strategies.cluster import degraded, load_cluster
 from strategies.cluster.uniform import largest_uniform
+from strategies.schema import Job
 
 TIERS = [
     {"name": "node", "size": 8, "fabric": {"kind": "switch", "bw_gbps": 450}},
@@ -116,6 +118,13 @@ def test_one_node_needs_no_nic(tmp_path):
     path = tmp_path / "one.yaml"
     path.write_text(yaml.safe_dump(data))
     assert load_cluster(path).world_size == 8
+
+
+def test_a_plan_says_what_it_leaves_idle(tmp_path, tiny):
+    cluster = load(tmp_path, {"match": "a2", "down": True})
+    plan = search(tiny, cluster, Job(model="m", cluster="c", backend="b", sequence_length=4096))
+    assert plan.world_size <= 48
+    assert any("48 of 64 devices are used" in line for line in plan.explanation)
 
 
 @pytest.mark.parametrize(
