@@ -68,32 +68,23 @@ def number(value: float) -> str:
     return f"{value:.2e}"
 
 
-def stacked_bar(
-    parts: Mapping[str, float], *, whole: float, unit: str, label: str, rest: str = ""
-) -> str:
-    """One bar of `whole`, cut into `parts`; what is left is drawn empty and named `rest`."""
+def stacked_bar(parts: Mapping[str, float], *, unit: str, label: str) -> str:
+    """One bar cut into `parts`, as wide as the figure."""
     shown = {name: value for name, value in parts.items() if value > 0}
-    whole = max(whole, sum(shown.values()))
-    bar, x = [], 0.0
+    whole = sum(shown.values())
+    bar, legend, x, column, y = [], [], 0.0, WIDTH / 3, 56.0
     for i, (name, value) in enumerate(shown.items()):
-        w = WIDTH * value / whole if whole else 0
-        title = f"{name}: {number(value)} {unit} ({value / whole:.1%})"
+        css, text = f"c{i % COLOURS}", f"{name} {number(value)} {unit}"
+        w = WIDTH * value / whole
         # Two pixels of background keep neighbours apart for every eye.
-        bar.append(rect(x, 0, w - 2 if w > 3 else w, 34, f"c{i % COLOURS}", title, rx=2))
+        title = f"{name}: {number(value)} {unit} ({value / whole:.1%})"
+        bar.append(rect(x, 0, w - 2 if w > 3 else w, 34, css, title, rx=2))
         x += w
-    if rest and x < WIDTH:
-        left = whole - sum(shown.values())
-        bar.append(rect(x, 0, WIDTH - x, 34, "empty", f"{rest}: {number(left)} {unit}", rx=2))
-    legend, column, row = [], WIDTH / 3, 0
-    entries = [(f"c{i % COLOURS}", n, v) for i, (n, v) in enumerate(shown.items())]
-    if rest and x < WIDTH:
-        entries.append(("empty", rest, whole - sum(shown.values())))
-    for i, (css, name, value) in enumerate(entries):
         row, at = divmod(i, 3)
-        y = 56 + row * 22
+        y = 56.0 + row * 22
         legend.append(rect(at * column, y, 12, 12, css, name, rx=2))
-        legend.append(caption(at * column + 18, y + 10.5, f"{name} {number(value)} {unit}"))
-    return svg(56 + (row + 1) * 22, bar + legend, label)
+        legend.append(caption(at * column + 18, y + 10.5, text))
+    return svg(y + 22, bar + legend, label)
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:

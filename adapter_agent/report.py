@@ -195,7 +195,7 @@ def _figures(
         scale, unit = (1e9, "B") if analysis.parameters.total >= 1e10 else (1e6, "M")
         sizes = {name: n / scale for name, n in parameters_by_part(analysis).items()}
         made["parameters"] = figures.stacked_bar(
-            _spaced(sizes), whole=sum(sizes.values()), unit=unit, label="Parameters by part"
+            _spaced(sizes), unit=unit, label="Parameters by part"
         )
     if plan:
         made |= plan_figures.plan_figures(plan, curve)

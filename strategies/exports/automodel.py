@@ -88,6 +88,7 @@ def _distributed(source: Source) -> dict[str, Any]:
         "pp_size": p.pp,
         "cp_size": p.cp,
         "ep_size": p.ep,
+        "sequence_parallel": p.tp > 1,
         "activation_checkpointing": {"none": False, "full": True}.get(recomputation, recomputation),
         "reshard_after_forward": plan.reshard_after_forward,
         "mp_policy": {

@@ -63,6 +63,7 @@ def export(source: Source) -> Export:
         "data_parallel_shard_degree": p.fsdp // p.cp,
         "context_parallel_degree": p.cp,
         "tensor_parallel_degree": p.tp,
+        "enable_sequence_parallel": p.tp > 1,
         "pipeline_parallel_degree": p.pp,
         **_pipeline(source),
         "expert_parallel_degree": p.ep,

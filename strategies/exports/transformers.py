@@ -131,6 +131,8 @@ def _lost(source: Source) -> list[str]:
             f"EP {p.ep} x {p.efsdp}: transformers has no plan with token dispatch for "
             f"'{source.analysis.model_type}'; give the model's modules in DistributedConfig.ep_plan"
         )
+    if p.tp > 1:
+        lost.append("norms split over the tensor-parallel ranks: each of them computes them whole")
     if plan.dispatcher not in ("none", "all_to_all"):
         lost.append(f"{plan.dispatcher} dispatch: tokens travel by a plain all-to-all")
     if plan.activation_checkpointing == "selective":

@@ -87,6 +87,29 @@ def test_the_comment_has_every_section_and_fits(finished):
     assert r"no \| native operator" in text
 
 
+def test_the_plan_is_a_table_that_a_comment_renders(tmp_path):
+    with samples.finished_run(tmp_path) as run:
+        plan = samples.plan()
+        predicted = replace(
+            plan.predicted, step_seconds_interval=(0.28, 0.49), memory_gib_interval=(1.2, 1.9)
+        )
+        write_document(replace(plan, predicted=predicted), run / "plan.json")
+        write_report(run)
+        text = (run / "report.md").read_text()
+    section = text.partition("## Plan")[2].partition("## Review")[0]
+    tables = [t.splitlines() for t in re.findall(r"(?:^\|.*\n)+", section, re.M)]
+    assert len(tables) == 2
+    for header, rule, *rows in tables:
+        assert set(rule) == {"|", "-"}
+        assert rows
+        assert {row.count("|") for row in (header, rule, *rows)} == {header.count("|")}
+    # 731 tokens/s at 0.35 s: 522 at 0.49 s, 914 at 0.28 s.
+    assert "| 731 | 522 to 914 |" in section
+    assert "| 0.35 s | 0.28 to 0.49 s | compute 57%" in section
+    assert "| 1.5 of 4 GiB | 1.2 to 1.9 GiB | frozen weights 27%" in section
+    assert "Rates: bandwidth default." in section
+
+
 def test_an_endless_comment_is_cut_and_says_so(tmp_path):
     with samples.finished_run(tmp_path) as run:
         plan = replace(samples.plan(), explanation=["word " * 2000] * 20)
