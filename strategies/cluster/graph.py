@@ -122,6 +122,23 @@ def prune_empty(tree: nx.DiGraph, nodes: Iterable[str]) -> list[str]:
     return removed
 
 
+def merge_planes(tree: nx.DiGraph) -> list[str]:
+    """Removes switches with the same children as an earlier one, and gives their names.
+
+    They are planes of one Clos: the tier's rate counts them all.
+    """
+    first: dict[frozenset[str], str] = {}
+    same = []
+    for switch in tree:
+        if children := frozenset(tree.successors(switch)):
+            if children in first:
+                same.append(switch)
+            else:
+                first[children] = switch
+    tree.remove_nodes_from(same)
+    return same
+
+
 def build_graph(cluster: Cluster, *, limit: int = MAX_SHOWN) -> nx.DiGraph:
     """The cluster as a tree: tiers as switches, devices as leaves.
 

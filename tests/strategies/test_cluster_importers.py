@@ -39,6 +39,17 @@ def test_slurm_tree():
     assert made.notes == ()
 
 
+def test_slurm_spines_over_the_same_leaves_are_one_clos(tmp_path):
+    path = tmp_path / "t.conf"
+    path.write_text(
+        "SwitchName=leaf1 Nodes=a[1-2]\nSwitchName=leaf2 Nodes=b[1-2]\n"
+        "SwitchName=spine1 Switches=leaf[1-2]\nSwitchName=spine2 Switches=leaf[1-2]\n"
+    )
+    made = assemble([read_foreign(path)], device="h200")
+    assert [(t["name"], t["size"]) for t in made.tiers] == [("node", 8), ("leaf", 2), ("spine", 2)]
+    assert made.notes == ("switches with the children of another are one with it: spine2",)
+
+
 def test_slurm_blocks_of_an_nvlink_domain_are_scale_up():
     made = take("slurm-block.conf", device="gb200")
     assert shape(made)[:2] == [("node", 4, "switch", 900), ("block", 18, "switch", 900)]
@@ -294,7 +305,7 @@ def test_one_node_alone_is_one_tier(tmp_path):
 REFUSED = {
     "two parents": (
         "t.conf",
-        "SwitchName=s0 Switches=s[1-2]\nSwitchName=s1 Nodes=a\nSwitchName=s2 Nodes=a\n",
+        "SwitchName=s0 Switches=s[1-2]\nSwitchName=s1 Nodes=a,b\nSwitchName=s2 Nodes=a,c\n",
         "is no tree: 'a' hangs on 's1' and 's2'",
     ),
     "separate trees": (

@@ -13,7 +13,7 @@ import networkx as nx
 from pydantic import Field, RootModel
 
 from analyzers.errors import InputError
-from strategies.cluster.graph import prune_empty
+from strategies.cluster.graph import merge_planes, prune_empty
 from strategies.cluster.hostlist import expand_hostlist, is_name, split_hostlist
 from strategies.cluster.importers.found import Found
 from strategies.cluster.reading import YamlFile, shown
@@ -204,9 +204,12 @@ def _switches(path: Path, rows: list[tuple[Any, str, str | None, str | None]]) -
     both = next((n for n in nodes if n in seen), None)
     if both is not None:
         raise InputError(path, fault=f"'{both}' is a node and a switch", fix="rename one")
-    empty = prune_empty(tree, nodes)
-    notes = (f"switches without nodes are left out: {', '.join(empty[:8])}",) if empty else ()
-    return Found(path=path, format="slurm", tree=tree, notes=notes)
+    notes: list[str] = []
+    if empty := prune_empty(tree, nodes):
+        notes.append(f"switches without nodes are left out: {', '.join(empty[:8])}")
+    if planes := merge_planes(tree):
+        notes.append(f"switches with the children of another are one with it: {', '.join(planes)}")
+    return Found(path=path, format="slurm", tree=tree, notes=tuple(notes))
 
 
 def _blocks(path: Path, rows: list[tuple[Any, str, str | None]], sizes: str) -> Found:
