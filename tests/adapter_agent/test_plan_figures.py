@@ -202,7 +202,7 @@ def test_a_searched_plan_is_written_with_its_page_and_figures(tmp_path):
     assert read_document(Plan, tmp_path / "plan.json") == found
     page = (tmp_path / "plan.html").read_text()
     assert page.count("<svg") == 4
-    for sentence in found.explanation:
+    for sentence in [*found.explanation, *found.families.values()]:
         assert sentence in unescape(page)
 
 

@@ -8,7 +8,7 @@ from adapter_agent.report import COMMENT_LIMIT, write_analysis_page, write_repor
 from adapter_agent.review import write_decision
 from adapter_agent.run_directory import open_run
 from analyzers.documents import write_document
-from strategies.schema import Job
+from strategies.schema import Job, Refit
 from tests.adapter_agent import samples
 
 SECTIONS = ["model", "operators", "kernels", "plan", "review", "validation", "training", "run"]
@@ -108,6 +108,26 @@ def test_the_plan_is_a_table_that_a_comment_renders(tmp_path):
     assert "| 0.35 s | 0.28 to 0.49 s | compute 57%" in section
     assert "| 1.5 of 4 GiB | 1.2 to 1.9 GiB | frozen weights 27%" in section
     assert "Rates: bandwidth default." in section
+
+
+def test_what_a_finished_run_changed_is_told(tmp_path):
+    refit = Refit(
+        steps=3,
+        step_seconds=0.4,
+        step_seconds_before=0.35,
+        step_seconds_after=0.4,
+        peak_gib=None,
+        peak_gib_before=1.5,
+        peak_gib_after=1.5,
+        overload=None,
+        overload_planned=None,
+        said=["compute takes longer than was planned"],
+    )
+    with samples.finished_run(tmp_path) as run:
+        write_document(replace(samples.plan(), measured=refit), run / "plan.json")
+        page = write_report(run)
+        for file in (page, run / "report.md"):
+            assert "compute takes longer than was planned" in file.read_text()
 
 
 def test_an_endless_comment_is_cut_and_says_so(tmp_path):
