@@ -54,6 +54,11 @@ class Candidates:
     """Slots of each expert-parallel rank that hold copies of the most loaded experts."""
     offload: Column
     """Optimizer states in host memory."""
+    shards_inside: Column
+    """Shards of an expert lie on neighbouring devices and expert parallelism strides over them;
+    else expert parallelism is inside and its shards stride."""
+    replicas_outside: Column
+    """Replicas are outermost, each with all pipeline stages; else stages are."""
 
     def __len__(self) -> int:
         return len(self.pp)
@@ -65,6 +70,23 @@ class Candidates:
     @property
     def efsdp(self) -> Column:
         return self.fsdp * self.tp // self.ep
+
+    @property
+    def ep_stride(self) -> Column:
+        """Devices from one member of the expert-parallel group to the next."""
+        return np.where(self.shards_inside, self.efsdp, 1)
+
+    @property
+    def efsdp_stride(self) -> Column:
+        return np.where(self.shards_inside, 1, self.ep)
+
+    @property
+    def replica_stride(self) -> Column:
+        return self.fsdp * self.tp * np.where(self.replicas_outside, self.pp, 1)
+
+    @property
+    def stage_stride(self) -> Column:
+        return self.fsdp * self.tp * np.where(self.replicas_outside, 1, self.dp_replicate)
 
     @property
     def data_ranks(self) -> Column:
@@ -105,6 +127,8 @@ DEFAULTS: Mapping[str, Any] = {
     "reroute": False,
     "expert_copies": 0,
     "offload": False,
+    "shards_inside": False,
+    "replicas_outside": False,
 }
 
 

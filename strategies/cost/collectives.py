@@ -77,6 +77,7 @@ def hierarchical(
     row: Column,
     choice: Choice,
     ranks: Column,
+    stride: Column | int = 1,
     *,
     op: str,
     share: float | Column = 1.0,
@@ -88,7 +89,7 @@ def hierarchical(
     over tier i. Tiers work at once, so the slowest binds; each adds its latency. A curve measured
     for the whole group wins, as for the direct exchange.
     """
-    ranks, stride = np.broadcast_arrays(ranks, 1)
+    ranks, stride = np.broadcast_arrays(ranks, stride)
     groups, codes = _groups(ranks, stride)
     direct = [_measured(cluster, op, g) or _measured(cluster, "all_to_all", g) for g in groups]
     per_byte, latency = np.zeros(len(groups)), np.zeros(len(groups))
@@ -220,7 +221,11 @@ def _direct(cluster: Cluster, group: Group) -> Line:
 
 
 def _measured(cluster: Cluster, op: str, group: Group) -> Line | None:
-    """From the closest tier's curve that holds the whole group; None where nothing was measured."""
+    """From the closest tier's curve that holds the whole group; None where nothing was measured.
+
+    Curves are of neighbouring devices: a group that strides is no faster than the neighbours that
+    it spans.
+    """
     if group.size == 1:
         return None
     spanned = len(members(cluster, group)) - 1
@@ -229,7 +234,8 @@ def _measured(cluster: Cluster, op: str, group: Group) -> Line | None:
         same_size = curve.devices == (group.size,)
         if curve.rates and (same_size or len(curve.devices) > 1):
             latency = cluster.tiers[spanned].fabric.latency_us * 1e-6
-            return Line(latency, 1 / _rate(curve, group.size), measured=True)
+            rate = min(_rate(curve, n) for n in {group.size, group.size * group.stride})
+            return Line(latency, 1 / rate, measured=True)
         if curve.seconds and same_size:
             return Line(curve=curve, measured=True)
     return None

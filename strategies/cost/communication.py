@@ -16,8 +16,6 @@ from strategies.cost.constants import Constants
 if TYPE_CHECKING:
     from strategies.workload import Kind, Workload
 
-SHARD_COLUMNS = ("dp_replicate", "fsdp", "tp", "ep", "expert_format", "shard_parameters")
-"""All that gathers and reductions depend on."""
 PARTIAL_SUM_BYTES = 4
 """The all-gather dispatcher adds the outputs of a token's experts in float32."""
 ALL_TO_ALL, HIERARCHICAL, ALL_GATHER = (
@@ -52,13 +50,13 @@ def sharding(work: Workload, kind: Kind, c: Candidates, cluster: Cluster, size: 
     gathered = (frozen_dense + trained_dense) * size / c.tp
     gathered_experts = (frozen_routed * stored + trained_routed * size) / c.ep
     gather = collectives.all_gather(cluster, gathered, c.fsdp, c.tp)
-    gather = gather + collectives.all_gather(cluster, gathered_experts, c.efsdp, c.ep)
+    gather = gather + collectives.all_gather(cluster, gathered_experts, c.efsdp, c.efsdp_stride)
     gradient = work.state.gradient
     reduced, reduced_experts = trained_dense * gradient / c.tp, trained_routed * gradient / c.ep
     reduce = collectives.reduce_scatter(cluster, reduced, c.fsdp, c.tp)
-    reduce = reduce + collectives.reduce_scatter(cluster, reduced_experts, c.efsdp, c.ep)
+    reduce = reduce + collectives.reduce_scatter(cluster, reduced_experts, c.efsdp, c.efsdp_stride)
     shard = reduced / c.fsdp + reduced_experts / c.efsdp
-    replicas = collectives.all_reduce(cluster, shard, c.dp_replicate, c.fsdp * c.tp)
+    replicas = collectives.all_reduce(cluster, shard, c.dp_replicate, c.replica_stride)
     return Sharding(gather=gather, reduce=reduce + replicas)
 
 
@@ -70,7 +68,7 @@ def root_sharding(work: Workload, c: Candidates, cluster: Cluster, size: int) ->
     reduced = np.full(len(c), parameters * work.state.gradient if full else 0.0) / c.tp
     gather = collectives.all_gather(cluster, gathered, c.fsdp, c.tp)
     reduce = collectives.reduce_scatter(cluster, reduced, c.fsdp, c.tp)
-    replicas = collectives.all_reduce(cluster, reduced / c.fsdp, c.dp_replicate, c.fsdp * c.tp)
+    replicas = collectives.all_reduce(cluster, reduced / c.fsdp, c.dp_replicate, c.replica_stride)
     return Sharding(gather=gather, reduce=reduce + replicas)
 
 
@@ -97,7 +95,7 @@ def exchange(
         chosen = c.dispatcher == code
         if chosen.any():
             there, back = (
-                call(cluster, op, loaded, size, c.ep, work.choice, k.exchange_share)
+                call(cluster, op, loaded, size, c, work.choice, k.exchange_share)
                 for op in ("all_to_all_dispatch", "all_to_all_combine")
             )
             seconds = np.where(chosen, there + back, seconds)
@@ -105,18 +103,18 @@ def exchange(
     if chosen.any():
         size = tokens * row * c.ep
         partial = size * PARTIAL_SUM_BYTES / known.dtype_bytes
-        there = collectives.all_gather(cluster, size, c.ep)
-        back = collectives.reduce_scatter(cluster, partial, c.ep)
+        there = collectives.all_gather(cluster, size, c.ep, c.ep_stride)
+        back = collectives.reduce_scatter(cluster, partial, c.ep, c.ep_stride)
         seconds = np.where(chosen, there + back, seconds)
     return np.where(c.ep > 1, seconds, 0.0)
 
 
-def _direct(cluster, op, loaded, size, ranks, choice, share) -> Column:
-    return collectives.all_to_all(cluster, size, ranks, op=op, share=share)
+def _direct(cluster, op, loaded, size, c, choice, share) -> Column:
+    return collectives.all_to_all(cluster, size, c.ep, c.ep_stride, op=op, share=share)
 
 
-def _hierarchical(cluster, op, loaded, size, ranks, choice, share) -> Column:
-    return collectives.hierarchical(cluster, loaded, choice, ranks, op=op, share=share)
+def _hierarchical(cluster, op, loaded, size, c, choice, share) -> Column:
+    return collectives.hierarchical(cluster, loaded, choice, c.ep, c.ep_stride, op=op, share=share)
 
 
 def permutation(work: Workload, c: Candidates, known: Rates, k: Constants, load: Routed) -> Column:

@@ -16,7 +16,7 @@ class Constants:
     A fit may give columns, one value a row of the candidates, instead of numbers.
     """
 
-    matmul_share: float = 0.85
+    matmul_share: float = 0.92
     """Of the achievable matmul rate, reached by a large product of a layer."""
     grouped_matmul_share: float = 0.75
     """Of `matmul_share`'s rate, reached by the grouped product of many experts."""

@@ -16,7 +16,7 @@ from strategies.cost.compute import Rates, rates, routed
 from strategies.cost.constants import Constants, Deviations, load_constants, load_deviations
 from strategies.cost.layers import MICRO_BATCH_COLUMNS, forward_passes, micro_batch
 from strategies.cost.memory import GIB, Bytes, memory, owned_parameters
-from strategies.cost.stages import Stages, stages
+from strategies.cost.stages import Stages, stages, straggler
 
 if TYPE_CHECKING:
     from strategies.workload import Workload
@@ -25,7 +25,8 @@ HOST_GBPS = 25.0
 """Device to host, where optimizer states are offloaded (PCIe 4 x16, the usual achieved rate)."""
 BODY_COLUMNS = (
     *MICRO_BATCH_COLUMNS,
-    *("dp_replicate", "fsdp", "dispatcher", "reshard_after_forward"),
+    *("pp", "dp_replicate", "fsdp", "dispatcher", "reshard_after_forward"),
+    *("shards_inside", "replicas_outside"),
 )
 """All that one micro-batch's seconds depend on, but for the stages of a pipeline."""
 
@@ -137,11 +138,13 @@ def _seconds(
     every = c.shard_parameters
     names = ("compute", "overhead", "all_to_all", "tensor_parallel", "context_parallel")
     part = {name: share * getattr(body, name) for name in names}
+    slow = straggler(c.devices)
+    part["compute"], head = part["compute"] * slow, body.head * slow
     stage = np.sum(list(part.values()), axis=0) + np.where(every, each_gather + each_reduce, 0.0)
     alone = c.pp == 1
-    last = stage * (placed.last_share / share) + body.head
-    slowest = np.where(alone, stage + body.head, np.maximum(stage, last))
-    part["compute"] = part["compute"] + np.where(alone, body.head, 0.0)
+    last = stage * (placed.last_share / share) + head
+    slowest = np.where(alone, stage + head, np.maximum(stage, last))
+    part["compute"] = part["compute"] + np.where(alone, head, 0.0)
     uneven = np.where(alone, 0.0, slowest - stage)
     return Seconds(
         **{name: m * seconds for name, seconds in part.items()},
@@ -239,6 +242,6 @@ def sends(work: Workload, c: Candidates, cluster: Cluster, size: int) -> Column:
     if not np.any(c.pp > 1):
         return np.zeros(len(c))
     states = c.tokens * float(work.hidden_size * size) / c.tp
-    once = collectives.send(cluster, states, c.dp_replicate * c.fsdp * c.tp)
+    once = collectives.send(cluster, states, c.stage_stride)
     waited = 2 * (c.pp - 1) + np.where(c.virtual_stages > 1, 0, 2 * c.gradient_accumulation)
     return np.where(c.pp > 1, waited * once, 0.0)

@@ -13,6 +13,17 @@ if TYPE_CHECKING:
     from strategies.workload import Workload
 
 
+DEVICE_DEVIATION = 0.02
+"""Standard deviation of the speed of devices of one kind (clocks under a power limit). Two draws of
+devices for one run differed by a tenth (marin-community/marin, 18.38 and 20.33 % MFU)."""
+
+
+def straggler(devices: Column) -> Column:
+    """Time of the slowest of so many devices over the mean: all wait for it in every step. Expected
+    largest of n normal values, `sqrt(2 ln n)` deviations above the mean."""
+    return 1 + DEVICE_DEVIATION * np.sqrt(2 * np.log(devices))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stages:
     """Columns; everything is 1 without a pipeline."""

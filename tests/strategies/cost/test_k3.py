@@ -29,6 +29,10 @@ def work(k3):
     return workload(k3, Lora())
 
 
+SLOWEST = 1 + 0.02 * 3.1151
+"""Of 128 devices whose speeds deviate by 2 %: sqrt(2 ln 128) deviations above the mean."""
+
+
 def plan(ep, tokens=4096, world=128, **settings):
     ep = np.atleast_1d(ep)
     given = {
@@ -135,13 +139,13 @@ def test_adapters_multiply_in_every_expert_that_a_token_visits(k3, supernode, pl
     known = rates(supernode.device)
     a, b = (evaluate(w, supernode, plan(64), plain).time.compute[0] for w in (attention, both))
     moved = 92 * 16 * 3 * 2 * (3584 + 6144 + 3072 + 3584) * 4096
-    assert b - a == pytest.approx(moved / known.bandwidth)
+    assert b - a == pytest.approx(SLOWEST * moved / known.bandwidth, rel=1e-4)
 
 
 def test_packed_experts_are_unpacked_for_forward_and_for_backward(work, supernode, plain):
     both = evaluate(work, supernode, plan(64, expert_format=[0, 2]), plain).time.compute
     unpacked = work.routed_parameters / 64 * (0.53 + 2) / rates(supernode.device).bandwidth
-    assert both[1] - both[0] == pytest.approx(2 * unpacked)
+    assert both[1] - both[0] == pytest.approx(SLOWEST * 2 * unpacked, rel=1e-4)
 
 
 def test_replicas_reduce_their_shards_over_the_outer_tier(work, plain):

@@ -19,6 +19,8 @@ TOKENS = 4096
 WEIGHTS = 2 * 1024**2 + 2 * 1024 * 4096
 """Of one layer of the dense model."""
 TABLE = 1000 * 1024
+SLOWER_OF_TWO = 1 + 0.02 * (2 * np.log(2)) ** 0.5
+"""Devices deviate by 2 %, and all wait for the slowest."""
 
 
 def switch(device, world, gbps=100.0):
@@ -137,7 +139,7 @@ def test_tensor_parallelism_by_hand(dense, device, plain):
     once = TOKENS * 2048 / 2 / 100e9
     assert step["tensor_parallel"] == pytest.approx(2 * 2.5 * 2 * 2 * once)
     alone = parts(evaluate(work, switch(device, 1), columns(sequence_length=TOKENS), plain))
-    assert step["compute"] == pytest.approx(alone["compute"] / 2)
+    assert step["compute"] == pytest.approx(SLOWER_OF_TWO * alone["compute"] / 2)
 
 
 def test_context_parallelism_passes_keys_and_values(dense, device, plain):
@@ -159,7 +161,7 @@ def test_a_pipeline_by_hand(dense, device, plain):
     one = evaluate(work, switch(device, 1), columns(sequence_length=TOKENS), plain)
     plan = columns(pp=2, gradient_accumulation=4, sequence_length=TOKENS)
     two = evaluate(work, switch(device, 2), plan, plain)
-    stage = one.time.compute[0] / 2
+    stage = SLOWER_OF_TWO * one.time.compute[0] / 2
     send = TOKENS * 2048 / 100e9
     assert two.time.compute[0] == pytest.approx(4 * stage)
     assert two.time.pipeline[0] == pytest.approx(stage + (2 + 8) * send)
