@@ -60,8 +60,8 @@ def plan(
         typer.Option(
             metavar="FEATURE",
             help="Let the plan use what the runtime cannot run yet: pp, tp, cp, selective, "
-            "hierarchical, capacity, copies, packed_experts, offload, or all. Repeatable. Without "
-            "it they are shown as alternatives.",
+            "hierarchical, capacity, copies, mapping, packed_experts, offload, or all. "
+            "Repeatable. Without it they are shown as alternatives.",
         ),
     ] = None,
     allow_idle: Annotated[

@@ -55,6 +55,9 @@ def build_meshes(plan: Plan) -> Meshes:
     if plan.activation_checkpointing == "selective":
         fault = "selective, but this runtime recomputes whole layers or nothing"
         raise InputError("plan.json", field="activation_checkpointing", fault=fault, fix="full")
+    if plan.mapping.shards_inside:
+        fault = "set, but this runtime puts expert parallelism on neighbouring ranks"
+        raise InputError("plan.json", field="mapping.shards_inside", fault=fault, fix="false")
     if plan.offload_optimizer:
         fault = "set, but this runtime keeps optimizer states on the device"
         raise InputError("plan.json", field="offload_optimizer", fault=fault, fix="false")

@@ -52,6 +52,10 @@ def settings(c: Candidates) -> str:
         said.append(f"{row['expert_copies']} expert copies a device")
     if row["offload_optimizer"]:
         said.append("optimizer on the host")
+    if row["mapping"].shards_inside:
+        said.append("shards of experts inside EP")
+    if row["mapping"].replicas_outside:
+        said.append("replicas outside stages")
     return ", ".join(said)
 
 
@@ -76,10 +80,10 @@ def alternative(
 
 def _differing(fields: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
     found = {k: v for k, v in fields.items() if k not in SHOWN and v != chosen[k]}
-    capacity = found.pop("capacity", None)
+    capacity, mapping = found.pop("capacity", None), found.pop("mapping", None)
     if capacity is not None:
         found["capacity"] = str(capacity.factor)
-    return found
+    return found | (asdict(mapping) if mapping else {})
 
 
 def compared(p: Points, best: Points) -> str:

@@ -21,7 +21,7 @@ from strategies.cluster import Cluster
 from strategies.cost import collectives
 from strategies.cost.compute import rates
 from strategies.cost.routing import BALANCED
-from strategies.schema import Capacity, Memory, Parallelism, Plan, Predicted, StepTime
+from strategies.schema import Capacity, Mapping, Memory, Parallelism, Plan, Predicted, StepTime
 from strategies.solver import QUANTILE, Points, Prices, price, step_tokens
 from strategies.workload import Workload
 
@@ -136,6 +136,9 @@ def plan_fields(c: Candidates, compute_dtype: str) -> dict[str, Any]:
         "capacity": Capacity(factor=None if math.isinf(factor) else factor, overflow=overflow),
         "expert_copies": row["expert_copies"],
         "offload_optimizer": row["offload"],
+        "mapping": Mapping(
+            shards_inside=row["shards_inside"], replicas_outside=row["replicas_outside"]
+        ),
     }
 
 
@@ -157,6 +160,8 @@ def row_of(plan: Plan) -> Candidates:
         reroute=plan.capacity.overflow == "reroute",
         expert_copies=plan.expert_copies,
         offload=plan.offload_optimizer,
+        shards_inside=plan.mapping.shards_inside,
+        replicas_outside=plan.mapping.replicas_outside,
     )
 
 

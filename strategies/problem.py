@@ -43,6 +43,7 @@ class Problem:
         absent = {
             "packed_experts": not self.model.packed_format
             or self.cluster.device.training_dtype == "float32",
+            "mapping": len(self.cluster.tiers) == 1 or not self.model.experts,
             "hierarchical": len(self.cluster.tiers) == 1 or not self.model.experts,
             **dict.fromkeys(SKEW, even or not self.model.experts),
         }

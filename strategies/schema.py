@@ -85,6 +85,16 @@ class Parallelism:
 
 
 @document
+class Mapping:
+    """In which order the axes lie on the devices; tensor parallelism is always innermost."""
+
+    shards_inside: bool = False
+    """The shards of an expert on neighbouring devices, expert parallelism around them."""
+    replicas_outside: bool = False
+    """Replicas around the stages of a pipeline, not stages around replicas."""
+
+
+@document
 class Capacity:
     """Limit on the tokens of an expert; `factor` None is drop-free."""
 
@@ -249,6 +259,7 @@ class Plan:
     expert_copies: int = 0
     """Slots of each expert-parallel rank for copies of the most loaded experts."""
     offload_optimizer: bool = False
+    mapping: Mapping = field(default_factory=Mapping)
     runnable: bool = True
     missing: list[str] = field(default_factory=list)
     """What the plan needs and the runtime lacks; only plans that were asked for have any."""

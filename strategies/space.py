@@ -5,8 +5,9 @@ them: 87,644 for Kimi K3 on 102,400 devices), `stems` (a layout with its batch, 
 recomputation and expert format) and `leaves` (a stem with its resharding, dispatcher, capacity and
 offloading). Bounds are taken at stems, costs at leaves.
 
-How axes lie on tiers is fixed: tensor parallelism innermost, then expert parallelism, the shards of
-experts, replicas, and pipeline stages outermost, each on consecutive devices, as meshes are built.
+Axes lie on the devices, and so on the tiers, in one of four orders. Tensor parallelism is
+innermost; then expert parallelism with its shards around it, or the shards with expert parallelism
+around them; then replicas with pipeline stages around them, or the other way round.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ FEATURES: Mapping[str, str] = {
     "hierarchical": "hierarchical dispatch",
     "capacity": "a limit on the tokens of an expert",
     "copies": "copies of the most loaded experts",
+    "mapping": "shards of experts on neighbouring devices",
     "packed_experts": "experts held packed",
     "offload": "optimizer states in host memory",
 }
@@ -142,7 +144,8 @@ class Space:
         options = self.stem_options
         pp, stages = c.pp[:, None], options["virtual_stages"]
         valid = (stages == 1) | (pp > 1) & (pp * stages <= self.model.layers)
-        valid = np.broadcast_to(valid, (len(c), len(stages))).copy()
+        both = (c.ep > 1) & (c.efsdp > 1)
+        valid = valid & (~options["shards_inside"] | both[:, None])
         if self.global_batch_size is not None:
             sequences = c.data_ranks[:, None] * options["micro_batch_size"]
             steps = self.global_batch_size // sequences
@@ -160,6 +163,7 @@ class Space:
         valid &= options["reshard_after_forward"] | (c.fsdp[:, None] > 1)
         uneven = np.isfinite(options["capacity_factor"]) | (options["expert_copies"] > 0)
         valid &= ~uneven | (ep > 1)
+        valid &= ~options["replicas_outside"] | ((c.pp > 1) & (c.dp_replicate > 1))[:, None]
         return valid
 
 
@@ -232,6 +236,7 @@ def _stem_options(
         virtual_stages=VIRTUAL_STAGES if "pp" in allow else (1,),
         recomputation=_codes(RECOMPUTATION, "selective", allow, require),
         expert_format=[EXPERT_FORMATS.index(name) for name in formats],
+        shards_inside=_bools("mapping", allow, require),
     )
 
 
@@ -247,10 +252,17 @@ def _leaf_options(allow: Collection[str], require: str | None) -> dict[str, Colu
         capacity=of("capacity", range(len(CAPACITIES))),
         expert_copies=of("copies", EXPERT_COPIES),
         offload=of("offload", (False, True)),
+        replicas_outside=(False, True) if "pp" in allow else (False,),
     )
     chosen = options.pop("capacity")
     factors, reroutes = (np.array(column) for column in zip(*CAPACITIES, strict=True))
     return options | {"capacity_factor": factors[chosen], "reroute": reroutes[chosen]}
+
+
+def _bools(feature: str, allow: Collection[str], require: str | None) -> tuple[bool, ...]:
+    if require == feature:
+        return (True,)
+    return (False, True) if feature in allow else (False,)
 
 
 def _codes(
@@ -319,6 +331,7 @@ def features_of(c: Candidates) -> dict[str, Column]:
         "copies": c.expert_copies > 0,
         "packed_experts": c.expert_format >= PACKED,
         "offload": c.offload,
+        "mapping": c.shards_inside,
     }
 
 

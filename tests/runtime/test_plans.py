@@ -4,7 +4,7 @@ import pytest
 
 from analyzers.errors import InputError
 from runtime.sharding import build_meshes
-from strategies.schema import Capacity, Parallelism
+from strategies.schema import Capacity, Mapping, Parallelism
 from tests.runtime.runs import plan_for
 
 
@@ -26,7 +26,12 @@ def test_capacity_and_packed_experts_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("activation_checkpointing", "selective"), ("offload_optimizer", True)]
+    ("key", "value"),
+    [
+        ("activation_checkpointing", "selective"),
+        ("offload_optimizer", True),
+        ("mapping", Mapping(shards_inside=True)),
+    ],
 )
 def test_a_setting_that_the_runtime_lacks_is_refused(key, value):
     with pytest.raises(InputError, match=rf"plan.json: {key}"):

@@ -77,10 +77,12 @@ def every_plan(analysis, cluster, job, allow):
         if pp > layers or world % (pp * replicas * tp):
             continue
         fsdp = world // (pp * replicas * tp)
-        for cp, ep, chunks, batch in itertools.product(
+        for cp, ep, chunks, inside, outside, batch in itertools.product(
             range(1, fsdp + 1) if "cp" in allow else ones,
             range(1, fsdp * tp + 1),
             (1, 2, 4) if "pp" in allow else ones,
+            (0, 1) if "mapping" in allow and len(cluster.tiers) > 1 else (0,),
+            (0, 1) if "pp" in allow else (0,),
             range(1, 65) if job.global_batch_size else (1, 2, 4, 8, 16),
         ):
             if fsdp % cp or (cp > 1 and job.sequence_length % (2 * cp)):
@@ -91,12 +93,14 @@ def every_plan(analysis, cluster, job, allow):
                 or (chunks > 1 and (pp == 1 or pp * chunks > layers))
             ):
                 continue
+            if (inside and not 1 < ep < fsdp * tp) or (outside and (pp == 1 or replicas == 1)):
+                continue
             steps = 4 * pp if pp > 1 else 1
             if job.global_batch_size:
                 steps, rest = divmod(job.global_batch_size, replicas * fsdp // cp * batch)
                 if rest or not steps or (chunks > 1 and steps % pp):
                     continue
-            rows.append((pp, replicas, fsdp, tp, cp, ep, chunks, batch, steps))
+            rows.append((pp, replicas, fsdp, tp, cp, ep, chunks, batch, steps, inside, outside))
     if not rows:
         return columns().take(slice(0, 0))
     uneven = job.routing.exponent > 0
@@ -113,14 +117,16 @@ def every_plan(analysis, cluster, job, allow):
             (False, True) if "offload" in allow else (False,),
         )
     )
-    layout = np.repeat(np.array(rows, dtype=int).reshape(-1, 9), len(settings), axis=0).T
+    layout = np.repeat(np.array(rows, dtype=int).reshape(-1, 11), len(settings), axis=0).T
     recompute, reshard, dispatcher, capacity, copies, offload = (
         np.array(column * len(rows)) for column in map(list, zip(*settings, strict=True))
     )
     capacity = capacity.reshape(-1, 2)
     names = "pp dp_replicate fsdp tp cp ep virtual_stages micro_batch_size gradient_accumulation"
     c = columns(
-        **dict(zip(names.split(), layout, strict=True)),
+        **dict(zip(names.split(), layout, strict=False)),
+        shards_inside=layout[9] > 0,
+        replicas_outside=layout[10] > 0,
         sequence_length=job.sequence_length,
         recomputation=recompute,
         reshard_after_forward=reshard,
