@@ -43,7 +43,8 @@ class Tile:
 class Footprint:
     """What one program of a kernel holds at least: launches beyond a device's limits are not tried.
 
-    A matrix is a pair of `chunk`, `block`, `key_dim`, `value_dim` (padded to powers of two).
+    A matrix is a pair of `chunk`, `block`, `key_dim`, `value_dim` (padded to powers of two), or
+    `part`: the value channels that the gradients take at a time.
     """
 
     tiles: Literal["key_dim", "value_dim"]
@@ -56,6 +57,9 @@ class Footprint:
     """Matrices in the input's dtype that a step of the loop loads; a stage holds them all."""
     staged_by_delta: list[tuple[str, str]] = field(default_factory=list)
     """Those that it loads besides under the delta rule."""
+    buffered: list[tuple[int, str, str]] = field(default_factory=list)
+    """Float32 matrices (how many, rows, columns) that live at the peak besides `staged`, for
+    devices that hold all in one buffer; what a step loads ahead is among them."""
 
 
 @document

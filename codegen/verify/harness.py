@@ -203,10 +203,29 @@ def compile_for(subject: Subject, backend: Backend) -> list[Gate]:
     """One gate per target: every kernel of the module compiles and keeps the device's limits."""
     targets: list[dict] = [{**target, "dtypes": ["bfloat16"]} for target in OTHER_TARGETS]
     targets[0]["dtypes"] = subject.dtypes
-    if backend.triton:
+    gates = []
+    if backend.triton and backend.triton.backend == "npu":
+        # Its compiler is not part of Triton: the text keeps its rules, and another accepts it.
+        gates = [_rules_gate(subject, backend)]
+        targets = [targets[0] | {"dtypes": ["bfloat16"]}]
+    elif backend.triton:
         targets = [target_of(backend) | {"dtypes": subject.dtypes}]
     launches, lines, fault = compiled(subject, targets)
-    return [_compile_gate(target, lines, launches, fault) for target in targets]
+    return gates + [_compile_gate(target, lines, launches, fault) for target in targets]
+
+
+def _rules_gate(subject: Subject, backend: Backend) -> Gate:
+    from codegen.verify.rules import broken_rules
+
+    assert backend.triton is not None
+    broken = broken_rules(subject.module.read_text(encoding="utf-8"), backend.triton)
+    return Gate(
+        name="keeps the backend's rules",
+        passed=not broken,
+        ran_on=f"rules:{backend.name}",
+        detail="; ".join(broken[:5])
+        or "launch options, programs of a launch, blocks in place of masks, functions",
+    )
 
 
 def target_of(backend: Backend) -> dict:

@@ -116,8 +116,8 @@ MUTATIONS = [
     ),
     change(
         "initial state's gradient never written",
-        "    tl.store(dh0_ptr",
-        "    if n < 0:\n        tl.store(dh0_ptr",
+        "    _store(dh0_ptr",
+        "    if n < 0:\n        _store(dh0_ptr",
         "one token",
     ),
     change(
@@ -131,8 +131,8 @@ MUTATIONS = [
     ),
     change(
         "sign of the gate's gradient",
-        "tl.store(dg_ptr + block * tokens * HV + at + r * HV, dg,",
-        "tl.store(dg_ptr + block * tokens * HV + at + r * HV, -dg,",
+        "_store_row(dg_ptr + block * tokens * HV + at, dg,",
+        "_store_row(dg_ptr + block * tokens * HV + at, -dg,",
         "one token",
     ),
     change(
@@ -149,8 +149,8 @@ MUTATIONS = [
     ),
     change(
         "half of beta's gradient",
-        "tl.store(dbeta_ptr + at + r * HV, dbeta",
-        "tl.store(dbeta_ptr + at + r * HV, 0.5 * dbeta",
+        "_store_row(dbeta_ptr + at, dbeta",
+        "_store_row(dbeta_ptr + at, 0.5 * dbeta",
         "one token",
     ),
     change(

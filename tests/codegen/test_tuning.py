@@ -465,7 +465,11 @@ def test_the_widest_table_is_formatted(tmp_path):
     for n, c in enumerate(wide.classes):
         c.launches.update({k: launch(128, 8, 1 + n) for k in KERNELS})
     table = {"bfloat16": launch_rows(wide)}
-    text = _environment().get_template("linear_attention/launches.j2").render(launches=table)
+    text = (
+        _environment()
+        .get_template("linear_attention/launches.j2")
+        .render(launches=table, target="cuda")
+    )
     file = tmp_path / "launches.py"
     file.write_text(f"import torch\n\n{text}\n", encoding="utf-8")
     command = [sys.executable, "-m", "ruff", "format", "--check", "--line-length", "100", file]
@@ -558,7 +562,11 @@ def test_the_same_record_gives_the_same_bytes_and_its_hash_stands_in_the_header(
 def test_the_table_of_launches_picks_by_the_number_of_programs():
     many = record(programs=(8, 128))
     rows = {"float32": {"_recur": [(None, launch(16))]}, "bfloat16": launch_rows(many)}
-    text = _environment().get_template("linear_attention/launches.j2").render(launches=rows)
+    text = (
+        _environment()
+        .get_template("linear_attention/launches.j2")
+        .render(launches=rows, target="cuda")
+    )
     scope: dict = {"torch": torch}
     exec(text, scope)
     few, wide = (c.launches["_recur"] for c in many.classes)
