@@ -121,7 +121,7 @@ def permutation(work: Workload, c: Candidates, known: Rates, k: Constants, load:
     """Copies of every visit into the order of the experts and back, one direction."""
     if not work.experts:
         return np.zeros(len(c))
-    rows = c.tokens / c.tp * work.top_k * load.overload * (1 - load.dropped)
+    rows = c.tokens / c.tp * work.top_k * load.overload
     moved = 4 * rows * work.expert_width * known.dtype_bytes
     return moved / (known.bandwidth * k.memory_share)
 

@@ -28,8 +28,11 @@ LINEAR_SHARE, LINEAR_SHARE_BACKWARD = 0.10, 0.074
 """Of the achievable matmul rate, reached by chunked linear attention, whose products are small.
 Measured on an H200 (docs/kernels/linear-attention.md): KDA, 32 heads of 128, 8,192 tokens takes
 0.66 ms forward for 47 GFLOP and 2.61 ms backward for 133 GFLOP, of 690 TFLOP/s."""
-QUANTISED_BYTES = {"bf16": 0.0, "fp8": 4.0, "mxfp8": 4.0, "nvfp4": 3.0}
-"""Moved to quantise one activation: bf16 read, the result written in both orientations."""
+QUANTISED_BYTES = {"bf16": 0.0, "fp8": 10.0, "mxfp8": 5.0, "nvfp4": 5.5}
+"""At the full memory rate, what quantising one activation for both orientations takes. One
+orientation takes 9, 3.7 and 4.8 in measured products whose rate is 1 / (1 / peak + a / columns)
+(aiconfigurator-core 0.12.0, data/*/gemm: fp8 with a scale for the tensor, fp8_block, nvfp4); the
+second adds its writes."""
 WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1.03, "nvfp4": 0.56}
 """Of a weight that a product reads."""
 TILE_ROWS, TILE_COLUMNS = 128, 256
@@ -104,18 +107,23 @@ class Routed:
     """Loads of routed experts relative to an even spread, one value a row."""
 
     overload: Column
-    """Assignments of the fullest device over the mean."""
+    """Assignments that the fullest device takes over the mean of all that were made."""
     dropped: Column
-    """Share of the assignments that the capacity refuses and nothing takes."""
+    """Share of the assignments that no expert takes."""
 
 
 def routed(work: Workload, c: Candidates) -> Routed:
-    """A reroute takes the overflow to experts with room, so it drops nothing."""
+    """Of every row, evaluated once for equal ones."""
     few, at_rows = distinct(c, ("ep", "capacity_factor", "expert_copies", "reroute"))
     experts, routing = max(work.experts, 1), work.routing
-    rows = list(zip(few.ep, few.capacity_factor, few.expert_copies, few.reroute, strict=True))
-    overload = [device_overload(routing, experts, int(e), float(f), int(n)) for e, f, n, _ in rows]
-    dropped = [0.0 if r else dropped_share(routing, experts, float(f)) for _, f, _, r in rows]
+    overload, dropped = [], []
+    for i in range(len(few)):
+        capacity, reroute = float(few.capacity_factor[i]), bool(few.reroute[i])
+        ep, spare = int(few.ep[i]), int(few.expert_copies[i])
+        overload.append(
+            device_overload(routing, experts, ep, capacity=capacity, reroute=reroute, spare=spare)
+        )
+        dropped.append(dropped_share(routing, experts, capacity, reroute))
     return Routed(overload=np.array(overload)[at_rows], dropped=np.array(dropped)[at_rows])
 
 
@@ -179,7 +187,7 @@ def _products(
     if experts:
         rate = rate * k.grouped_matmul_share
         held = work.experts / c.ep
-        rows = tokens * part.visits * load.overload * (1 - load.dropped)
+        rows = tokens * part.visits * load.overload
     once = gradient = np.zeros(len(c))
     for gemm in part.gemms:
         columns = gemm.out_features if experts or narrow else gemm.out_features / c.tp
@@ -189,7 +197,7 @@ def _products(
         once, gradient = once + o, gradient + g
     if work.precision != "bf16" and not narrow:
         inputs = sum(g.in_features for g in part.gemms) * rows / (1.0 if experts else c.tp)
-        seconds = QUANTISED_BYTES[work.precision] * inputs / (known.bandwidth * k.memory_share)
+        seconds = QUANTISED_BYTES[work.precision] * inputs / known.bandwidth
         once = once + seconds
     return once, gradient
 

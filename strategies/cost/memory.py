@@ -128,7 +128,9 @@ def resident(
     layers_dense = work.dense_parameters - outer
     share = stages.share
     dense_whole = (layers_dense * share + outer * stages.outer_share) / c.tp
-    routed_whole = work.routed_parameters * share / c.ep
+    # Copies of loaded experts lie in every layer beside a rank's own.
+    copies = 1 + c.expert_copies * c.ep / max(work.experts, 1)
+    routed_whole = work.routed_parameters * share / c.ep * copies
     dense_shards = np.where(c.shard_parameters, c.fsdp, 1)
     expert_shards = np.where(c.shard_parameters, c.efsdp, 1)
     stored = _expert_bytes(c, size)

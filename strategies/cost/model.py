@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from strategies.workload import Workload
 
 HOST_GBPS = 25.0
-"""Device to host, where optimizer states are offloaded (PCIe 4 x16, the usual achieved rate)."""
+"""Device to host where the cluster does not say (PCIe 4 x16, the usual achieved rate)."""
 BODY_COLUMNS = (
     *MICRO_BATCH_COLUMNS,
     *("pp", "dp_replicate", "fsdp", "dispatcher", "reshard_after_forward"),
@@ -151,7 +151,7 @@ def _seconds(
         all_gather=np.where(every, m * each_gather, gather),
         reduce_scatter=np.where(every, m * each_reduce, reduce),
         pipeline=m * uneven + placed.bubble * slowest + sends(work, c, cluster, known.dtype_bytes),
-        optimizer=_update(work, c, known, placed),
+        optimizer=_update(work, cluster, c, known, placed),
     )
 
 
@@ -227,12 +227,15 @@ def swaps(work: Workload, c: Candidates, cluster: Cluster, k: Constants, known: 
     return moe * (forward_passes(c) + 1) * (once + fixed)
 
 
-def _update(work: Workload, c: Candidates, known: Rates, placed: Stages) -> Column:
+def _update(
+    work: Workload, cluster: Cluster, c: Candidates, known: Rates, placed: Stages
+) -> Column:
     """AdamW reads gradient, weight and states and writes weight and states; from host memory where
     they are offloaded."""
     owned, state = owned_parameters(work, c, placed), work.state
     touched = state.gradient + 2 * state.optimizer + 2 * state.weight
-    moved = np.where(c.offload, 2 * owned * state.optimizer / (HOST_GBPS * 1e9), 0.0)
+    host = cluster.host.d2h_gbps if cluster.host else HOST_GBPS
+    moved = np.where(c.offload, 2 * owned * state.optimizer / (host * 1e9), 0.0)
     return owned * touched / known.bandwidth + moved
 
 

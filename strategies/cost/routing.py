@@ -43,25 +43,42 @@ BALANCED = Routing()
 
 @lru_cache(maxsize=4096)
 def device_overload(
-    routing: Routing, experts: int, ep: int, capacity: float = np.inf, spare: int = 0
+    routing: Routing,
+    experts: int,
+    ep: int,
+    *,
+    capacity: float = np.inf,
+    reroute: bool = False,
+    spare: int = 0,
 ) -> float:
-    """Tokens of the fullest of `ep` devices over the mean.
+    """Assignments that the fullest of `ep` devices takes, over the mean of all that were made.
 
     Experts are dealt out at random, `experts / ep` a device: the expected maximum, from a fixed
-    draw of placements. `capacity` cuts every expert's load at that multiple of the mean.
-    `spare` slots a device hold copies of the most loaded experts, whose tokens are split evenly.
+    draw of placements. `capacity` cuts every expert's load at that multiple of the mean; with
+    `reroute` the rest goes evenly to experts with room. `spare` slots a device hold copies of the
+    most loaded experts, whose tokens are split evenly.
     """
     if ep <= 1 or not (routing.exponent or routing.loads):
         return 1.0
-    load = np.minimum(routing.relative(experts), capacity)
+    load = limited(routing.relative(experts), capacity, reroute)
     if spare:
         load = replicated(load, spare * ep)
     rng = np.random.default_rng(0)
     each = -(-len(load) // ep)
     padded = np.concatenate([load, np.zeros(each * ep - len(load))])
     draws = rng.permuted(np.tile(padded, (64, 1)), axis=1).reshape(64, ep, each)
-    sums = draws.sum(axis=2)
-    return float((sums.max(axis=1) / sums.mean(axis=1)).mean())
+    return float(draws.sum(axis=2).max(axis=1).mean() * ep / experts)
+
+
+def limited(load: np.ndarray, capacity: float, reroute: bool) -> np.ndarray:
+    """Loads over their mean after the capacity; rerouting fills every expert's room by the same
+    share, as far as there is any."""
+    kept = np.minimum(load, capacity)
+    if not reroute or not np.isfinite(capacity):
+        return kept
+    rest = load.sum() - kept.sum()
+    room = np.maximum(capacity - kept, 0.0)
+    return kept + room * min(rest / max(room.sum(), 1e-12), 1.0)
 
 
 def replicated(load: np.ndarray, copies: int) -> np.ndarray:
@@ -112,9 +129,9 @@ def distinct_domains(choice: Choice, domains: float) -> float:
 
 
 @lru_cache(maxsize=4096)
-def dropped_share(routing: Routing, experts: int, capacity: float) -> float:
-    """Share of the assignments above the capacity of their expert."""
+def dropped_share(routing: Routing, experts: int, capacity: float, reroute: bool = False) -> float:
+    """Share of the assignments that no expert takes."""
     if not np.isfinite(capacity):
         return 0.0
     load = routing.relative(experts)
-    return float(np.maximum(load - capacity, 0.0).sum() / load.sum())
+    return max(float(1 - limited(load, capacity, reroute).sum() / load.sum()), 0.0)

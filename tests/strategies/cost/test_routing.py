@@ -8,6 +8,7 @@ from strategies.cost.routing import (
     device_overload,
     distinct_domains,
     dropped_share,
+    limited,
     replicated,
 )
 
@@ -44,13 +45,23 @@ def test_more_devices_see_more_of_the_skew():
 
 def test_a_capacity_bounds_the_overload_and_a_tighter_one_drops_more():
     skewed = Routing(exponent=0.8)
-    assert (
-        device_overload(skewed, 64, 64, 1.25)
-        <= 1.25 / np.minimum(skewed.relative(64), 1.25).mean() + 1e-12
-    )
+    assert device_overload(skewed, 64, 64, capacity=1.25) == pytest.approx(1.25)
     dropped = [dropped_share(skewed, 64, f) for f in (np.inf, 2.0, 1.5, 1.0)]
     assert dropped[0] == 0.0
     assert dropped == sorted(dropped)
+
+
+def test_a_reroute_fills_the_room_of_others():
+    # Loads 1.5, 1, 0.5 at a capacity of 1.25: 0.25 too many find room in 0.25 + 0.75, a quarter of
+    # each.
+    counts = np.array([1.5, 1.0, 0.5])
+    assert limited(counts, 1.25, reroute=False) == pytest.approx([1.25, 1.0, 0.5])
+    assert limited(counts, 1.25, reroute=True) == pytest.approx([1.25, 1.0625, 0.6875])
+    # At a capacity of the mean everything is full, and nothing is dropped.
+    assert limited(counts, 1.0, reroute=True) == pytest.approx([1.0, 1.0, 1.0])
+    skewed = Routing(loads=(30.0, 20.0, 10.0))
+    assert dropped_share(skewed, 3, 1.0, True) == pytest.approx(0.0)
+    assert dropped_share(skewed, 3, 0.8, True) == pytest.approx(0.2)
 
 
 def test_copies_go_where_the_tokens_are():
@@ -58,7 +69,7 @@ def test_copies_go_where_the_tokens_are():
     assert sorted(replicated(np.array([6.0, 2.0]), 1)) == pytest.approx([2, 3, 3])
     assert sorted(replicated(np.array([6.0, 2.0]), 2)) == pytest.approx([2, 2, 2, 2])
     skewed = Routing(exponent=0.8)
-    overloads = [device_overload(skewed, 64, 8, np.inf, spare) for spare in (0, 1, 2, 4)]
+    overloads = [device_overload(skewed, 64, 8, spare=spare) for spare in (0, 1, 2, 4)]
     assert overloads == sorted(overloads, reverse=True)
 
 
