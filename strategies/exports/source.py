@@ -56,6 +56,10 @@ def adapted_banks(source: Source) -> list[str]:
 def common_losses(source: Source) -> list[str]:
     """What none of the targets can say."""
     plan, lost = source.plan, []
+    if plan.mapping.shards_inside:
+        lost.append("shards of an expert on neighbouring devices: expert parallelism lies there")
+    if plan.mapping.replicas_outside:
+        lost.append("replicas around the stages of the pipeline: stages lie around replicas")
     if plan.capacity.factor is not None:
         lost.append(f"capacity factor {plan.capacity.factor:g}: no token is dropped")
     if plan.expert_copies:

@@ -16,7 +16,7 @@ import yaml
 from analyzers.errors import InputError
 from strategies import load_cluster
 from strategies.exports import CONFIGS, FORMATS, Source, write_exports
-from strategies.schema import Capacity, Job, Lora, Parallelism, Plan
+from strategies.schema import Capacity, Job, Lora, Mapping, Parallelism, Plan
 from tests.strategies.plans import make_plan
 
 CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
@@ -61,6 +61,7 @@ SETTINGS = {
     "dispatcher": {"dispatcher": "all_gather"},
     "capacity": {"capacity": Capacity(factor=1.25, overflow="drop")},
     "offload_optimizer": {"offload_optimizer": True},
+    "mapping": {"mapping": Mapping(shards_inside=True)},
     "expert_copies": {"expert_copies": 2},
     "training": {"training": "full"},
     "lora": {"lora": Lora(rank=4, alpha=8.0, targets=["shared_experts"])},
@@ -95,6 +96,13 @@ def test_chunks_of_a_pipeline_stage_are_not_dropped(source_of, tmp_path, name):
         for n in (1, 2, 4)
     }
     assert len(texts) == 3
+
+
+@pytest.mark.parametrize("name", ["torchtitan", "automodel"])
+def test_where_replicas_of_a_pipeline_lie_is_not_dropped(source_of, tmp_path, name):
+    layout = Parallelism(pp=4, dp_replicate=2, fsdp=16, ep=8, efsdp=2)
+    source = source_of(parallelism=layout, mapping=Mapping(replicas_outside=True))
+    assert any("replicas around" in line for line in text_of(source, tmp_path, name)[1].lost)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
