@@ -53,13 +53,13 @@ def search(
     best, bound, searched, table = _fastest(problem)
     fitting = table.take(table.fits)
     predicted = problem.pricing.predicted(best, bound)
-    told = []
-    if problem.allow and len(fitting) and missing(problem, best.plans):
-        told = [alternative(problem, fitting.best, best, "fastest that can be run", bound)]
+    lacks = missing(problem, best.plans)
+    if problem.allow and len(fitting) and lacks:
+        why = "fastest that can be run" if job.training == "lora" else "fastest without --allow"
+        told = [alternative(problem, fitting.best, best, why, bound)]
     else:
         told = pareto_alternatives(problem, fitting, best, bound)
     gains, beyond = _gains(problem, best)
-    lacks = missing(problem, best.plans)
     used = problem.cluster
     plan = Plan(
         cluster=used.name,

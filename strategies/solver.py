@@ -136,34 +136,9 @@ def price_all(space: Space, pricing: Pricing) -> Points:
 def solve(space: Space, pricing: Pricing, *, to_beat: float = np.inf) -> Solution:
     """The fastest plan a token that fits; `to_beat` is one known already, seconds a token."""
     counts = space.leaf_counts()
-    total = too_large = 0
-    root, first = np.inf, to_beat
-    kept: list[tuple[Column, Column, Column]] = []
-    for start in range(0, len(space.layouts), LAYOUTS):
-        rows, picks = space.branches(slice(start, start + LAYOUTS))
-        ends = counts[rows] > 0
-        rows, picks = rows[ends], picks[ends]
-        if not len(rows):
-            continue
-        total += int(counts[rows].sum())
-        stems = space.stems(rows, picks)
-        bound = pricing.time_bound(stems, even=space.evens) / step_tokens(stems)
-        quick = bound <= to_beat * ROUNDING
-        if not quick.any():
-            continue
-        rows, picks, bound = rows[quick], picks[quick], bound[quick]
-        least = pricing.memory_bound(stems.take(quick), even=space.evens)
-        fits = least <= pricing.capacity
-        too_large += int(counts[rows[~fits]].sum())
-        root = min(root, bound[fits].min(initial=np.inf))
-        kept.append((bound[fits], rows[fits], picks[fits]))
-    if kept:
-        bound, rows, picks = (np.concatenate(columns) for columns in zip(*kept, strict=True))
-    else:
-        bound, rows, picks = np.empty(0), np.empty(0, int), np.empty(0, int)
-    order = np.argsort(bound, kind="stable")
-    bound, rows, picks = bound[order], rows[order], picks[order]
-
+    stems = _bounded(space, pricing, counts, to_beat)
+    rows, picks, bound = stems.rows, stems.picks, stems.bound
+    lowest = float(min(bound[0], to_beat)) if len(bound) else float(to_beat)
     best: Points | None = None
     ends = np.cumsum(counts[rows])
     at = priced = 0
@@ -175,15 +150,59 @@ def solve(space: Space, pricing: Pricing, *, to_beat: float = np.inf) -> Solutio
         priced, at = priced + len(points), end
         found = points.take(points.fits & (points.per_token <= to_beat * ROUNDING))
         if len(found):
-            best = (joined(best, found) if best else found).best
+            best = (_joined(best, found) if best else found).best
             to_beat = min(to_beat, float(best.per_token[0]))
     return Solution(
         best=best,
-        bound=float(min(root, first)),
-        plans=total,
+        bound=lowest,
+        plans=stems.plans,
         priced=priced,
-        too_large=too_large,
-        too_slow=total - too_large - priced,
+        too_large=stems.too_large,
+        too_slow=stems.plans - stems.too_large - priced,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stems:
+    """Those that may hold the best plan, lowest bound first."""
+
+    bound: Column
+    """Seconds a token."""
+    rows: Column
+    """Of the space's layouts."""
+    picks: Column
+    """Of the space's options of stems."""
+    plans: int
+    """Leaves of all stems."""
+    too_large: int
+    """Leaves of the stems that cannot fit."""
+
+
+def _bounded(space: Space, pricing: Pricing, counts: Column, to_beat: float) -> _Stems:
+    """Bounds all stems, some layouts at a time."""
+    plans = too_large = 0
+    kept: list[tuple[Column, Column, Column]] = [(np.empty(0), np.empty(0, int), np.empty(0, int))]
+    for start in range(0, len(space.layouts), LAYOUTS):
+        rows, picks = space.branches(slice(start, start + LAYOUTS))
+        grows = counts[rows] > 0
+        rows, picks = rows[grows], picks[grows]
+        if not len(rows):
+            continue
+        plans += int(counts[rows].sum())
+        stems = space.stems(rows, picks)
+        bound = pricing.time_bound(stems, even=space.evens) / step_tokens(stems)
+        quick = bound <= to_beat * ROUNDING
+        if not quick.any():
+            continue
+        rows, picks, bound = rows[quick], picks[quick], bound[quick]
+        least = pricing.memory_bound(stems.take(quick), even=space.evens)
+        fits = least <= pricing.capacity
+        too_large += int(counts[rows[~fits]].sum())
+        kept.append((bound[fits], rows[fits], picks[fits]))
+    bound, rows, picks = (np.concatenate(columns) for columns in zip(*kept, strict=True))
+    order = np.argsort(bound, kind="stable")
+    return _Stems(
+        bound=bound[order], rows=rows[order], picks=picks[order], plans=plans, too_large=too_large
     )
 
 
@@ -195,7 +214,7 @@ def _no_points(space: Space) -> Points:
     )
 
 
-def joined(a: Points, b: Points) -> Points:
+def _joined(a: Points, b: Points) -> Points:
     def columns(x: Any, y: Any) -> dict[str, Column]:
         names = [f.name for f in fields(x) if f.name != "plans"]
         return {n: np.concatenate([getattr(x, n), getattr(y, n)]) for n in names}
