@@ -123,8 +123,8 @@ def _lost(source: Source) -> list[str]:
         lost.append("sharded adapters: PEFT adds them after sharding, each device holds them all")
     if banks := adapted_banks(source):
         lost.append(
-            f"adapters of the routed experts ({', '.join(banks)}): PEFT rebuilds the whole product "
-            "of a bank, which does not go together with experts spread over ranks"
+            f"adapters of the routed experts ({', '.join(banks)}): PEFT 0.21 fails on sharded ones "
+            "(a product of a tensor and a DTensor)"
         )
     if p.ep > 1 and not _dispatches(source.analysis.model_type):
         lost.append(
