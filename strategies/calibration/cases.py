@@ -220,11 +220,13 @@ def _peak(run: PublishedRun, found: Layout) -> float | None:
 
 def _out_of_memory(run: PublishedRun, found: Layout) -> bool | None:
     """What the row says of memory: that it ran out, or that the run went through (with which
-    recomputation, where a pass is to say something)."""
+    recomputation, where a pass is to say something). XLA lays out memory in its own way."""
+    if found.family == "jax":
+        return None
     said = f"{run.outcome}; {run.notes}"
     if re.match(r"OOM", run.outcome) or re.search(r"result: OOM|^OOM\b|; OOM after", run.notes):
         return "timeout" not in said
     if run.outcome.startswith("ok") or re.search(r"result: (max-)?fit", run.notes):
         return False
     ran = run.step_time_s or run.tokens_per_s_per_gpu or run.peak_mem_gib
-    return False if ran and found.recomputation_known and found.family != "jax" else None
+    return False if ran and found.recomputation_known else None
