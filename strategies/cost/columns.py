@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import fields, replace
 
@@ -55,6 +56,10 @@ def codes_of(column: Column) -> tuple[np.ndarray, int]:
         return (np.cumsum(seen) - 1)[shifted], int(seen.sum())
     found, codes = np.unique(column, return_inverse=True)
     return codes, len(found)
+
+
+def total(columns: Iterable[Column]) -> Column:
+    return functools.reduce(np.add, columns)
 
 
 def at(work: Work, length: Column) -> Column:

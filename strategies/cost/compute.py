@@ -24,10 +24,11 @@ EXPERT_BYTES = {"bf16": 2.0, "fp32": 4.0, "mxfp4": 0.53, "fp8": 1.0}
 """Bytes per routed-expert parameter; MXFP4 is 4 bits and one scale byte for 32 values."""
 DTYPE_OF = {"bf16": "bfloat16", "fp8": "float8", "mxfp8": "mxfloat8", "nvfp4": "nvfloat4"}
 """Key in a backend's `matmul_tflops`."""
-LINEAR_SHARE, LINEAR_SHARE_BACKWARD = 0.10, 0.074
-"""Of the achievable matmul rate, reached by chunked linear attention, whose products are small.
-Measured on an H200 (docs/kernels/linear-attention.md): KDA, 32 heads of 128, 8,192 tokens takes
-0.66 ms forward for 47 GFLOP and 2.61 ms backward for 133 GFLOP, of 690 TFLOP/s."""
+LINEAR_INTENSITY, LINEAR_INTENSITY_BACKWARD = 16.8, 12.0
+"""FLOPs of chunked linear attention in the time of a byte at the memory rate: small products whose
+intermediates travel, so that their rate goes with the memory's. Measured on an H200 at 4,260 GB/s
+(docs/kernels/linear-attention.md): KDA, 32 heads of 128, 8,192 tokens takes 0.66 ms forward for
+47 GFLOP and 2.61 ms backward for 133 GFLOP."""
 QUANTISED_BYTES = {"bf16": 0.0, "fp8": 10.0, "mxfp8": 5.0, "nvfp4": 5.5}
 """At the full memory rate, what quantising one activation for both orientations takes. One
 orientation takes 9, 3.7 and 4.8 in measured products whose rate is 1 / (1 / peak + a / columns)
@@ -140,8 +141,8 @@ def block_passes(
         if part.name in ("vision", "embedding"):
             continue
         once, gradient = _products(part, work, c, known, k, load)
-        core = share * _core(part.core, c, known, k, LINEAR_SHARE)
-        core_back = share * _core(part.core_backward, c, known, k, LINEAR_SHARE_BACKWARD)
+        core = share * _core(part.core, c, known, k, LINEAR_INTENSITY)
+        core_back = share * _core(part.core_backward, c, known, k, LINEAR_INTENSITY_BACKWARD)
         scale = share * known.dtype_bytes / 2 / moved_rate
         moved = scale * at(part.moved, c.sequence_length)
         moved_back = scale * at(part.moved_backward, c.sequence_length)
@@ -166,11 +167,12 @@ def block_passes(
     return Passes(forward=forward, backward=backward + recomputed, core=core_seconds)
 
 
-def _core(work: Work, c: Candidates, known: Rates, k: Constants, linear_share: float) -> Column:
+def _core(work: Work, c: Candidates, known: Rates, k: Constants, intensity: float) -> Column:
     """Seconds of one document: attention over pairs or windows, and linear attention by tokens."""
     pairs = causal(replace(work, per_token=0.0), c.sequence_length)
     tokens = work.per_token * c.sequence_length
-    return (pairs / k.attention_share + tokens / linear_share) / known.bf16_matmul
+    attention = pairs / (known.bf16_matmul * k.attention_share)
+    return attention + tokens / (known.bandwidth * intensity)
 
 
 def _products(

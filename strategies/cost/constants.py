@@ -6,8 +6,6 @@ import functools
 from dataclasses import dataclass, fields
 from importlib import resources
 
-FILE = "strategies/calibration/constants.yaml"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
@@ -16,30 +14,31 @@ class Constants:
     A fit may give columns, one value a row of the candidates, instead of numbers.
     """
 
-    matmul_share: float = 0.92
-    """Of the achievable matmul rate, reached by a large product of a layer."""
-    grouped_matmul_share: float = 0.75
+    matmul_share: float
+    """Of the achievable matmul rate, reached by a large product, its last wave apart."""
+    grouped_matmul_share: float
     """Of `matmul_share`'s rate, reached by the grouped product of many experts."""
-    attention_share: float = 0.5
-    """Of the achievable matmul rate, reached by attention and linear-attention cores."""
-    memory_share: float = 0.6
+    attention_share: float
+    """Of the achievable matmul rate, reached by attention cores over pairs of tokens."""
+    memory_share: float
     """Of the memory rate, reached by operators that multiply nothing."""
-    host_calls: float = 35.0
+    host_calls: float
     """Kernel launches that the host spends on one operator call of the analysis."""
-    shard_overlap: float = 0.7
+    shard_overlap: float
     """Of a layer's time, behind which gathers of sharded weights and reductions of gradients
     hide."""
-    tensor_overlap: float = 0.3
+    tensor_overlap: float
     """Of the exchanges of tensor parallelism, hidden behind the products."""
-    exchange_overlap: float = 0.1
+    exchange_overlap: float
     """Of the token exchange, hidden behind other work."""
-    exchange_share: float = 0.7
+    exchange_share: float
     """Of the rate that other collectives reach on a link, reached by the token exchange."""
-    dispatch_seconds: float = 120e-6
+    dispatch_seconds: float
     """Fixed cost of one dispatch or combine: counts, layout, synchronisation."""
-    saved_share: float = 1.0
-    """Activations that a framework keeps, relative to those that the analysis counts."""
-    communicator_gib: float = 0.6
+    saved_share: float
+    """Activations that a framework keeps without recomputation, relative to those that the analysis
+    counts for the reference code."""
+    communicator_gib: float
     """Buffers outside the allocator for each group of ranks that a device communicates in."""
 
 
@@ -54,10 +53,9 @@ class Deviations:
 
 @functools.cache
 def load_constants() -> Constants:
-    """Those of `strategies/calibration/constants.yaml`; this file's own where there is none."""
+    """The fitted values of `strategies/calibration/constants.yaml`."""
     found = _file()
-    names = {f.name for f in fields(Constants)}
-    return Constants(**{n: float(v["value"]) for n, v in found.items() if n in names})
+    return Constants(**{f.name: float(found[f.name]["value"]) for f in fields(Constants)})
 
 
 @functools.cache
@@ -69,8 +67,5 @@ def load_deviations() -> Deviations:
 def _file() -> dict:
     import yaml
 
-    try:
-        text = (resources.files("strategies.calibration") / "constants.yaml").read_text("utf-8")
-    except (ModuleNotFoundError, FileNotFoundError):
-        return {}
-    return yaml.safe_load(text)
+    where = resources.files("strategies.calibration") / "constants.yaml"
+    return yaml.safe_load(where.read_text("utf-8"))

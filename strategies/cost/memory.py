@@ -16,7 +16,7 @@ import numpy as np
 
 from analyzers.backends import Backend
 from strategies.candidates import DISPATCHERS, EXPERT_FORMATS, Candidates, Column
-from strategies.cost.columns import at
+from strategies.cost.columns import at, total
 from strategies.cost.compute import EXPERT_BYTES, FULL, NONE, SELECTIVE, Routed
 from strategies.cost.constants import Constants
 from strategies.cost.stages import Stages
@@ -74,7 +74,7 @@ class Bytes:
 
     @property
     def peak(self) -> Column:
-        return np.sum([getattr(self, f.name) for f in fields(self)], axis=0)
+        return total(getattr(self, f.name) for f in fields(self))
 
 
 def memory(

@@ -10,7 +10,7 @@ import numpy as np
 from strategies.candidates import Candidates, Column
 from strategies.cluster import Cluster
 from strategies.cost import collectives
-from strategies.cost.columns import distinct
+from strategies.cost.columns import distinct, total
 from strategies.cost.communication import exchange, root_sharding, sharding
 from strategies.cost.compute import Rates, rates, routed
 from strategies.cost.constants import Constants, Deviations, load_constants, load_deviations
@@ -49,7 +49,7 @@ class Seconds:
 
     @property
     def total(self) -> Column:
-        return np.sum([getattr(self, f.name) for f in fields(self)], axis=0)
+        return total(getattr(self, f.name) for f in fields(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ def _seconds(
     part = {name: share * getattr(body, name) for name in names}
     slow = straggler(c.devices)
     part["compute"], head = part["compute"] * slow, body.head * slow
-    stage = np.sum(list(part.values()), axis=0) + np.where(every, each_gather + each_reduce, 0.0)
+    stage = total(part.values()) + np.where(every, each_gather + each_reduce, 0.0)
     alone = c.pp == 1
     last = stage * (placed.last_share / share) + head
     slowest = np.where(alone, stage + head, np.maximum(stage, last))

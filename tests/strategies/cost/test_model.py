@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from strategies.candidates import columns
 from strategies.cluster import flat_cluster
 from strategies.cost import evaluate, memory_bound, time_bound
-from strategies.cost.constants import Constants
+from strategies.cost.constants import load_constants
 from strategies.cost.routing import Routing
 from strategies.schema import Lora
 from strategies.workload import MASTER_STATE, workload
@@ -307,15 +307,16 @@ def test_bounds_hold_and_better_hardware_never_costs_more(
 ):
     plan = data.draw(plans(moe))
     work = workload(sparse if moe else dense, Lora(rank=4), training=training)
+    fitted = load_constants()
     slow = switch(device, int(plan.devices[0]), 10.0)
-    costs = evaluate(work, slow, plan, Constants())
-    assert time_bound(work, slow, plan, Constants()) <= costs.seconds * (1 + 1e-12)
-    assert memory_bound(work, slow, plan, Constants()).peak <= costs.peak * (1 + 1e-12)
+    costs = evaluate(work, slow, plan, fitted)
+    assert time_bound(work, slow, plan, fitted) <= costs.seconds * (1 + 1e-12)
+    assert memory_bound(work, slow, plan, fitted).peak <= costs.peak * (1 + 1e-12)
     for part in (*vars(costs.time).values(), *vars(costs.memory).values()):
         assert part[0] >= 0
 
     quick = switch(device, int(plan.devices[0]), 100.0)
-    assert evaluate(work, quick, plan, Constants()).seconds <= costs.seconds * (1 + 1e-12)
+    assert evaluate(work, quick, plan, fitted).seconds <= costs.seconds * (1 + 1e-12)
     for name in ("memory_gbps", "matmul_tflops"):
         fact = getattr(device, name)
         doubled = (
@@ -324,7 +325,7 @@ def test_bounds_hold_and_better_hardware_never_costs_more(
             else replace(fact, value=2 * fact.value)
         )
         better = replace(slow, device=replace(device, **{name: doubled}))
-        assert evaluate(work, better, plan, Constants()).seconds <= costs.seconds * (1 + 1e-12)
+        assert evaluate(work, better, plan, fitted).seconds <= costs.seconds * (1 + 1e-12)
 
 
 def test_many_rows_cost_what_each_costs_alone(sparse, device):
