@@ -40,6 +40,11 @@ ENVIRONMENT: Mapping[str, Mapping[str, tuple[str, str]]] = {
 }
 """Device type -> variable -> (value, why). What the environment already sets wins."""
 
+
+class RefusedError(InputError):
+    """A launcher or another trainer cannot run the plan's layout at all."""
+
+
 _TORCHRUN = """\
 #!/usr/bin/env bash
 # {headline}
@@ -138,13 +143,13 @@ def write_torchrun(plan: Plan, cluster: Cluster, run_dir: str | Path) -> list[Pa
 
 
 def _nodes(plan: Plan, cluster: Cluster) -> tuple[int, int]:
-    """Nodes and processes on each. Raises InputError when the devices do not fill whole nodes."""
+    """Nodes and processes on each. Raises RefusedError when the devices do not fill whole nodes."""
     per_node = min(cluster.devices_per_node, plan.world_size)
     nodes, left = divmod(plan.world_size, per_node)
     if left:
         fault = f"{plan.world_size} devices do not fill nodes of {per_node}"
         fix = "plan for a whole number of nodes"
-        raise InputError("plan.json", field="world_size", fault=fault, fix=fix)
+        raise RefusedError("plan.json", field="world_size", fault=fault, fix=fix)
     return nodes, per_node
 
 

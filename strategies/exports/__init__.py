@@ -9,13 +9,13 @@ from pathlib import Path
 from textwrap import wrap
 
 from analyzers.documents import write_text
-from analyzers.errors import InputError
 from strategies.exports.source import Export, Source
-from strategies.launch import headline, write_launch, write_torchrun
+from strategies.launch import RefusedError, headline, write_launch, write_torchrun
 from strategies.schema import Plan
 
 CONFIGS = ("transformers", "torchtitan", "automodel")
-"""Each is a module of this package with `export(source) -> Export`."""
+"""Each is a module of this package with the `NAME` of its file, the `TARGET` and its version that
+the file is for, and `export(source) -> Export`."""
 FORMATS = (*CONFIGS, "torchrun", "slurm")
 
 __all__ = ["CONFIGS", "FORMATS", "Export", "Source", "Written", "write_exports"]
@@ -39,7 +39,8 @@ def write_exports(
     """Writes `exports/` (configs) and `launch/` (scripts) in the run directory.
 
     Without `formats` every one is written, and a target that cannot run the plan's layout is
-    reported as refused. Raises InputError when a format that was asked for by name is refused.
+    reported as refused. Raises RefusedError when one that was asked for by name is refused, and
+    InputError when the directory cannot be written.
     """
     if formats is not None:
         return [_write(source, Path(run_dir), name) for name in formats]
@@ -47,7 +48,7 @@ def write_exports(
     for name in FORMATS:
         try:
             written.append(_write(source, Path(run_dir), name))
-        except InputError as e:
+        except RefusedError as e:
             written.append(Written(format=name, refused=str(e)))
     return written
 
@@ -60,18 +61,24 @@ def _write(source: Source, run_dir: Path, name: str) -> Written:
             f"{what}: the runtime here lacks it, start another trainer" for what in plan.missing
         ]
         return Written(format=name, paths=scripts(plan, cluster, run_dir), lost=lost)
-    made: Export = import_module(f"{__name__}.{name}").export(source)
-    path = write_text(run_dir / "exports" / made.name, _header(made, plan) + made.body)
+    target = import_module(f"{__name__}.{name}")
+    path = run_dir / "exports" / target.NAME
+    try:
+        made: Export = target.export(source)
+    except RefusedError:
+        path.unlink(missing_ok=True)  # of an earlier plan
+        raise
+    write_text(path, _header(made, plan, target.TARGET) + made.body)
     return Written(format=name, paths=[path], lost=made.lost)
 
 
-def _header(made: Export, plan: Plan) -> str:
+def _header(made: Export, plan: Plan, target: str) -> str:
     """Comment lines, which Python and YAML share, and a blank one."""
-    lines = [f"{headline(plan)}, as {made.target} says it.", "", *made.usage]
+    lines = [f"{headline(plan)}, as {target} says it.", "", *made.usage]
     if made.lost:
         lines += [
             "",
-            f"Of the plan this file does not say, for want of a setting in {made.target}:",
+            f"Of the plan this file does not say, for want of a setting in {target}:",
         ]
         for line in made.lost:
             lines += wrap(line, 96, initial_indent="- ", subsequent_indent="  ")

@@ -15,6 +15,7 @@ from strategies.exports.source import (
     layers_per_chunk,
 )
 
+NAME = "automodel.yaml"
 TARGET = "NeMo AutoModel 0.7"
 
 _DISPATCHERS = {
@@ -29,7 +30,7 @@ PACKED_MODELS = ("deepseek_v4",)
 
 
 def export(source: Source) -> Export:
-    """`automodel.yaml`."""
+    """The file `NAME`."""
     sections = {
         "recipe": "TrainFinetuneRecipeForNextTokenPrediction",
         "rng": {
@@ -52,8 +53,6 @@ def export(source: Source) -> Export:
         "clip_grad_norm": {"max_norm": source.job.optimizer.max_grad_norm},
     }
     return Export(
-        name="automodel.yaml",
-        target=TARGET,
         body=yaml.safe_dump(sections, sort_keys=False, width=96),
         usage=[
             "launch/torchrun.sh -m nemo_automodel.cli.app exports/automodel.yaml",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from analyzers.errors import InputError
 from analyzers.schema import ModelAnalysis
 from strategies.cluster import Cluster
+from strategies.launch import RefusedError
 from strategies.schema import Job, Plan
 from strategies.workload import PART_OF_TARGET
 
@@ -26,9 +26,6 @@ class Source:
 class Export:
     """One file for one target, without its header."""
 
-    name: str
-    target: str
-    """The target's name and the version that the file is for, e.g. `torchtitan 0.3`."""
     body: str
     usage: list[str]
     """How to start it, one line each."""
@@ -77,7 +74,7 @@ def layers_per_chunk(source: Source) -> int | None:
     return each if math.ceil(layers / each) == chunks else None
 
 
-def refuse(target: str, field: str, fault: str) -> InputError:
+def refuse(target: str, field: str, fault: str) -> RefusedError:
     """The plan's layout itself cannot be said to the target."""
     fix = "export it for another target, or force another layout with --fix"
-    return InputError("plan.json", field=field, fault=f"{target} {fault}", fix=fix)
+    return RefusedError("plan.json", field=field, fault=f"{target} {fault}", fix=fix)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from strategies.exports.source import Export, Source, common_losses, layers_per_chunk
 
+NAME = "torchtitan_plan.py"
 TARGET = "torchtitan 0.3"
 
 MODELS = {
@@ -54,7 +55,7 @@ def with_plan(base: Trainer.Config, *, lora_modules: list[str]) -> Trainer.Confi
 
 
 def export(source: Source) -> Export:
-    """`torchtitan_plan.py`."""
+    """The file `NAME`."""
     plan, job, p = source.plan, source.job, source.plan.parallelism
     micro = plan.micro_batch_size
     ranks = p.dp_replicate * p.fsdp // p.cp
@@ -91,8 +92,6 @@ def export(source: Source) -> Export:
     registry = f"torchtitan.models.{model}" if model else "your model"
     modules = "[]" if plan.training == "full" else "[...]"
     return Export(
-        name="torchtitan_plan.py",
-        target=TARGET,
         body=body,
         usage=[
             f"In a module of yours in exports/, say my_job.py, on a config function of {registry}:",

@@ -14,6 +14,7 @@ from strategies.exports.source import (
     refuse,
 )
 
+NAME = "transformers_plan.py"
 TARGET = "transformers 5.24"
 
 _BODY = """\
@@ -41,7 +42,7 @@ LORA = dict(
 
 
 def export(source: Source) -> Export:
-    """`transformers_plan.py`. Raises InputError for layouts that transformers cannot run."""
+    """The file `NAME`. Raises InputError for layouts that transformers cannot run."""
     plan, p = source.plan, source.plan.parallelism
     if p.cp > 1:
         raise refuse(TARGET, "parallelism.cp", "has no context parallelism")
@@ -62,9 +63,7 @@ def export(source: Source) -> Export:
     if plan.training == "lora":
         body += _LORA.format(lora=_lines(_lora(source)))
         usage += ["model = get_peft_model(model, LoraConfig(**LORA))"]
-    return Export(
-        name="transformers_plan.py", target=TARGET, body=body, usage=usage, lost=_lost(source)
-    )
+    return Export(body=body, usage=usage, lost=_lost(source))
 
 
 def _distributed(source: Source) -> dict[str, object]:

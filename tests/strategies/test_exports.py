@@ -130,6 +130,18 @@ def test_all_formats_are_written_and_a_refused_one_is_reported(source_of, tmp_pa
         write_exports(source_of(parallelism=LAYOUTS["cp-4"]), tmp_path, ["transformers"])
 
 
+def test_the_file_of_an_earlier_plan_does_not_outlive_a_refusal(source_of, tmp_path):
+    (before,) = write_exports(source_of(), tmp_path, ["transformers"])
+    write_exports(source_of(parallelism=LAYOUTS["cp-4"]), tmp_path)
+    assert not before.paths[0].exists()
+
+
+def test_a_folder_that_cannot_be_written_is_no_refusal(source_of, tmp_path):
+    (tmp_path / "exports").write_text("in the way")
+    with pytest.raises(InputError, match="exports"):
+        write_exports(source_of(), tmp_path)
+
+
 def test_transformers_takes_no_pipeline_with_fsdp(source_of, tmp_path):
     from transformers.distributed import DistributedConfig
 
