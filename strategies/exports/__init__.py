@@ -66,7 +66,8 @@ def _write(source: Source, run_dir: Path, name: str) -> Written:
     try:
         made: Export = target.export(source)
     except RefusedError:
-        path.unlink(missing_ok=True)  # of an earlier plan
+        if path.is_file():  # of an earlier plan
+            path.unlink()
         raise
     write_text(path, _header(made, plan, target.TARGET) + made.body)
     return Written(format=name, paths=[path], lost=made.lost)
