@@ -319,3 +319,29 @@ def test_equal_plans_are_told_apart_by_simplicity_then_memory(small_models):
     assert (row["pp"], row["tp"], row["cp"], row["ep"], row["fsdp"]) == (1, 1, 1, 1, 8)
     assert row["reshard_after_forward"]
     assert row["recomputation"] == 0
+
+
+def test_the_order_of_ep_and_shards_decides_which_of_them_crosses_the_slow_tier(k3):
+    """EP 4 x 4 shards on 4 nodes of 4: what lies inside a node is fast, the other is slow."""
+    fast = Fabric(kind="switch", bw_gbps=400, latency_us=1, efficiency=1)
+    slow = Fabric(kind="switch", bw_gbps=4, latency_us=1, efficiency=1)
+    tiers = (
+        Tier(name="node", size=4, devices=4, fabric=fast),
+        Tier(name="cluster", size=4, devices=16, fabric=slow),
+    )
+    cluster = Cluster(name="two", device=load_backend("h200"), tiers=tiers)
+    problem = make_problem(k3, cluster, job())
+    rows = columns(fsdp=16, ep=4, dispatcher=1, shards_inside=np.array([False, True]))
+    assert rows.ep_stride.tolist() == [1, 4]
+    assert rows.efsdp_stride.tolist() == [4, 1]
+    time = cost.evaluate(problem.work, cluster, rows).time
+    # The same bytes at a hundredth of the rate, but for fixed costs.
+    ratio = time.all_to_all[1] / time.all_to_all[0]
+    assert 50 < ratio < 100
+    assert time.all_gather[1] < time.all_gather[0] / 4
+
+
+def test_replicas_around_stages_make_stages_neighbours():
+    rows = columns(pp=4, dp_replicate=2, fsdp=8, replicas_outside=np.array([False, True]))
+    assert rows.stage_stride.tolist() == [16, 8]
+    assert rows.replica_stride.tolist() == [8, 32]
