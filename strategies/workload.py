@@ -237,7 +237,12 @@ def _kind(block: Block, lora: Lora, training: Training, top_k: int, hidden: int)
     visited = sum(x.part in adapted for x in block.linears) + top_k * len(banks)
     ranks = Work(per_token=float(BFLOAT16 * lora.rank * visited))
     works = tuple(_part_work(p, block.linears, block.banks, top_k, hidden) for p in block.parts)
-    selective = {w.name: Work(per_token=min(_outputs(w), saved[w.name].per_token)) for w in works}
+    works = (*works, _between(block, hidden))
+    selective = {
+        w.name: Work(per_token=min(_outputs(w), saved[w.name].per_token))
+        for w in works
+        if w.name in saved
+    }
     attributes = block.mixer_attributes
     pairs = any(p.flops.per_pair or p.flops.per_window for p in block.parts)
     heads = int(attributes.get("kv_heads") or attributes.get("heads") or 0)
@@ -291,6 +296,29 @@ def _part_work(
         core_backward=_less(backward, flops) if part.name == "mixer" else Work(),
         moved=_less(part.bytes, moved),
         moved_backward=_less(part.backward.bytes, moved),
+    )
+
+
+def _between(block: Block, hidden: int) -> PartWork:
+    """What lies between the operators, which the analysis counts in none: the residual sum behind
+    mixer and feed-forward (two reads, one write) and rotary positions (queries and keys read and
+    written). As much for the gradients."""
+    attributes = block.mixer_attributes
+    sums = sum(name != "none" for name in (block.mixer, block.feed_forward))
+    rotated = 0
+    if attributes.get("rope"):
+        heads = int(attributes.get("heads") or 0) + int(attributes.get("kv_heads") or 0)
+        rotated = heads * int(attributes.get("rope_dim") or attributes.get("key_dim") or 0)
+    moved = Work(per_token=float(BFLOAT16 * (3 * hidden * sums + 2 * rotated)))
+    return PartWork(
+        name="between",
+        parameters=0,
+        visits=1.0,
+        gemms=(),
+        core=Work(),
+        core_backward=Work(),
+        moved=moved,
+        moved_backward=moved,
     )
 
 
