@@ -209,6 +209,7 @@ print("held", experts.to_local().shape[0], "of", experts.shape[0], "moved", all(
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_transformers_loads_a_model_by_its_file_on_the_ranks_of_the_script(tiny, tmp_path):
     """FSDP2 over two ranks with the experts spread over both, forward and backward."""
     cluster = load_cluster(CLUSTERS / "two-ranks.yaml")
