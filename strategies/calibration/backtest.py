@@ -102,13 +102,15 @@ def leave_one_out(
     learned = list(cases if training is None else training)
     found: list[Prediction] = []
     constants: dict[str, Constants] = {}
-    by_organisation: dict[str, list[Case]] = defaultdict(list)
-    for case in cases:
-        by_organisation[case.source].append(case)
-    for name, held_out in by_organisation.items():
+    to_all: Constants | None = None
+    for name in dict.fromkeys(c.source for c in cases):
         others = [c for c in learned if c.source != name]
-        constants[name] = fit(Table(others), ranges)
-        found += predict(held_out, constants[name])
+        if len(others) < len(learned):
+            constants[name] = fit(Table(others), ranges)
+        else:
+            # Nothing of a new source is among them: one fit does for all new ones.
+            constants[name] = to_all = to_all or fit(Table(others), ranges)
+        found += predict([c for c in cases if c.source == name], constants[name])
     order = {id(c): i for i, c in enumerate(cases)}
     return sorted(found, key=lambda p: order[id(p.case)]), constants
 

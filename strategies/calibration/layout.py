@@ -52,6 +52,8 @@ def layout(run: PublishedRun, *, experts: bool) -> Layout:
     tp, pp, cp = _degrees(run, devices)
     if devices % (tp * pp * cp):
         raise Unknown("the degrees do not divide the devices")
+    if sequence % cp:
+        raise Unknown("context parallelism does not divide the sequence")
     if (run.etp or 1) > 1:
         raise Unknown("experts are split by tensor parallelism")
     ep = _expert_parallel(run, experts)

@@ -114,6 +114,7 @@ def test_context_parallel_ranks_shard_too(runs):
         ({"seq_len": None}, "the sequence length is not stated"),
         ({"num_gpus": 255}, "the degrees do not divide the devices"),
         ({"etp": 2}, "experts are split by tensor parallelism"),
+        ({"cp": 2, "seq_len": 4097}, "context parallelism does not divide the sequence"),
         ({"framework": "homemade"}, "no known framework: homemade"),
     ],
 )
