@@ -12,10 +12,8 @@ import typer
 
 from adapter_agent.options import (
     BatchOpt,
-    ClusterOpt,
     FixOpt,
     JsonOpt,
-    ModelArg,
     QuietOpt,
     RankOpt,
     SequenceOpt,
@@ -25,6 +23,7 @@ from adapter_agent.output import print_json_of
 from analyzers.errors import InputError
 
 if TYPE_CHECKING:
+    from adapter_agent.job import Options
     from strategies.exports import Source, Written
     from strategies.problem import Problem
     from strategies.schema import Routing
@@ -35,8 +34,22 @@ Question = Literal[
 
 
 def plan(
-    model: ModelArg,
-    cluster: ClusterOpt,
+    model: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="Folder with config.json and safetensors; that of the run with --measured.",
+            show_default=False,
+        ),
+    ] = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(
+            "--cluster",
+            metavar="TOPO.yaml",
+            help="Description of the cluster; that of the run with --measured.",
+        ),
+    ] = None,
     ask: Annotated[
         Question | None, typer.Option(help="Answer this instead of printing the plan.")
     ] = None,
@@ -105,7 +118,7 @@ def plan(
     """
     from adapter_agent import plan_picture
     from adapter_agent import terminal as t
-    from adapter_agent.job import Options, make_job
+    from adapter_agent.job import make_job
     from adapter_agent.measured import constants_of, with_refit
     from analyzers import analyze as analyze_model
     from strategies import load_cluster, search
@@ -115,9 +128,10 @@ def plan(
 
     if ask and (figures or exports):
         raise typer.BadParameter("--figures and --export write a plan, --ask does not make one")
-    options = Options(
-        model=model,
-        cluster=cluster,
+    options = _options(
+        model,
+        cluster,
+        measured,
         sequence_length=sequence_length,
         global_batch_size=global_batch_size,
         lora_rank=lora_rank,
@@ -131,9 +145,11 @@ def plan(
     written: list[Written] = []
     with t.stdout_kept_clean(), terminal.live():
         job = replace(make_job(options), training=training, routing=routing_of(routing))
-        devices = load_cluster(cluster)
+        devices = load_cluster(options.cluster)
         constants, refit = constants_of(measured, devices) if measured else (None, None)
-        found = analyze_model(model, trust_remote_code=trust_remote_code, progress=terminal)
+        found = analyze_model(
+            options.model, trust_remote_code=options.trust_remote_code, progress=terminal
+        )
         terminal("searching plans")
         if ask:
             problem = make_problem(found, devices, job, allow=features, constants=constants)
@@ -154,6 +170,34 @@ def plan(
                 )
     pictures = [plan_picture.picture(said), *([t.picture_of_exports(written)] if written else [])]
     print_json_of(said) if as_json else t.show(*pictures)
+
+
+def _options(
+    model: Path | None, cluster: Path | None, measured: Path | None, **given: Any
+) -> Options:
+    """What to plan. Without a model, the job of the finished run, but for what is given."""
+    from adapter_agent.job import Options
+    from analyzers.documents import read_document
+    from strategies.schema import Job
+
+    if model is None and measured is not None:
+        job = read_document(Job, measured / "job.json")
+        past = {
+            "sequence_length": job.sequence_length,
+            "global_batch_size": job.global_batch_size,
+            "lora_rank": job.lora.rank,
+            "fixed": tuple(f"{key}={n}" for key, n in job.fixed.items()),
+            "trust_remote_code": job.trust_remote_code,
+        }
+        given = {key: value or past[key] for key, value in given.items()}
+        model = Path(job.model)
+    if cluster is None and measured is not None:
+        cluster = measured / "cluster.yaml"
+    if model is None:
+        raise typer.BadParameter("give the folder of a model", param_hint="MODEL")
+    if cluster is None:
+        raise typer.BadParameter("give a topology file", param_hint="--cluster")
+    return Options(model=model, cluster=cluster, **given)
 
 
 def _export(source: Source, folder: Path) -> list[Written]:

@@ -1,6 +1,7 @@
 """`adapt plan`: one document or one answer on stdout, one clear line for a mistake."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -9,9 +10,9 @@ import pytest
 import analyzers
 from adapter_agent import cli
 from adapter_agent.plan_command import routing_of
-from analyzers.documents import to_json
+from analyzers.documents import to_json, write_document
 from analyzers.errors import InputError
-from strategies.schema import Routing
+from strategies.schema import Job, Routing
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples/models/tiny-kimi-linear"
@@ -30,8 +31,9 @@ def plan(monkeypatch, capfd, analyzed):
     """Runs `adapt plan` in this process; returns exit status, stdout and stderr."""
     monkeypatch.setattr(analyzers, "analyze", lambda *_, **__: analyzed)
 
-    def call(*words, cluster=CLUSTER):
-        line = ["adapt", "plan", str(MODEL), "--cluster", str(cluster), "--quiet", *words]
+    def call(*words, model=MODEL, cluster=CLUSTER):
+        line = ["adapt", "plan", *([str(model)] if model else []), "--quiet", *words]
+        line += ["--cluster", str(cluster)] if cluster else []
         monkeypatch.setattr(sys, "argv", line)
         with pytest.raises(SystemExit) as left:
             cli.main()
@@ -175,6 +177,15 @@ def test_a_finished_run_refits_the_plan(plan, analyzed, tmp_path):
     assert again["measured"]["constants"]
     assert again["explanation"][0].startswith("4 steps took")
 
+    job = Job(model=str(MODEL), cluster="", backend="cpu", sequence_length=128)
+    write_document(job, tmp_path / "job.json")
+    shutil.copyfile(CLUSTER, tmp_path / "cluster.yaml")
+    status, out, err = plan("--json", "--measured", str(tmp_path), model=None, cluster=None)
+    assert status == 0, err
+    same = json.loads(out)
+    assert (same["sequence_length"], same["world_size"]) == (128, 2)
+    assert same["measured"]["steps"] == 4
+
     (tmp_path / "validation.json").write_text(json.dumps({**report, "passed": False}))
     status, _, err = plan("--measured", str(tmp_path))
     assert status == 2
@@ -182,3 +193,12 @@ def test_a_finished_run_refits_the_plan(plan, analyzed, tmp_path):
     status, _, err = plan("--measured", str(tmp_path / "nowhere"))
     assert status == 2
     assert "is no folder" in err
+
+
+def test_a_model_and_a_cluster_are_asked_for(plan):
+    status, _, err = plan(model=None)
+    assert status == 2
+    assert "MODEL: give the folder of a model" in err
+    status, _, err = plan(cluster=None)
+    assert status == 2
+    assert "--cluster: give a topology file" in err
