@@ -195,7 +195,7 @@ def _products(
         columns = gemm.out_features if experts or narrow else gemm.out_features / c.tp
         if narrow:
             rows = tokens
-        o, g = _product(gemm, rows, columns, held, rate, known, work.precision, c)
+        o, g = _product(gemm, rows, columns, held, rate, known, work, c)
         once, gradient = once + o, gradient + g
     if work.precision != "bf16" and not narrow:
         inputs = sum(g.in_features for g in part.gemms) * rows / (1.0 if experts else c.tp)
@@ -211,14 +211,14 @@ def _product(
     held: Column | float,
     rate: Column | float,
     known: Rates,
-    precision: Precision,
+    work: Workload,
     c: Candidates,
 ) -> tuple[Column, Column]:
     """The longer of arithmetic and memory traffic, forward and for the weights' gradients.
 
     Arithmetic: tiles of `TILE_ROWS` x `TILE_COLUMNS`, so that each of the `held` experts fills half
     a tile too much on average, and the last wave of tiles occupies the multiprocessors for half its
-    time. Gradients of weights are added to float32 sums where several micro-batches share them.
+    time. Without sharded parameters gradients of weights are added to sums of all micro-batches.
     """
     k_size = gemm.in_features
     padded = rows + np.where(np.asarray(held) > 1, held * TILE_ROWS / 2, 0.0)
@@ -226,11 +226,11 @@ def _product(
     arithmetic = 2.0 * padded * k_size * columns / rate
     weights = held * k_size * columns
     size = known.dtype_bytes
-    stored = WEIGHT_BYTES[precision] * size / 2
+    stored = WEIGHT_BYTES[work.precision] * size / 2
     activations = rows * (k_size + columns) * size
     memory = (weights * stored + activations) / known.bandwidth
     once = np.maximum(arithmetic + tail * k_size, memory)
-    summed = np.where(c.shard_parameters, size, 8.0) * weights
+    summed = np.where(c.shard_parameters, size, 2 * work.state.gradient) * weights
     gradient = np.maximum(
         arithmetic + tail * np.minimum(rows / held, k_size),
         (activations + summed) / known.bandwidth,

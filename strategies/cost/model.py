@@ -11,7 +11,13 @@ from strategies.candidates import Candidates, Column
 from strategies.cluster import Cluster
 from strategies.cost import collectives
 from strategies.cost.columns import distinct, total
-from strategies.cost.communication import exchange, root_sharding, sharding
+from strategies.cost.communication import (
+    ALL_TO_ALL,
+    HIERARCHICAL,
+    exchange,
+    root_sharding,
+    sharding,
+)
 from strategies.cost.compute import Rates, rates, routed
 from strategies.cost.constants import Constants, Deviations, load_constants, load_deviations
 from strategies.cost.layers import MICRO_BATCH_COLUMNS, forward_passes, micro_batch
@@ -223,7 +229,9 @@ def swaps(work: Workload, c: Candidates, cluster: Cluster, k: Constants, known: 
     if not (moe and work.experts):
         return np.zeros(len(c))
     once = exchange(work, c, cluster, known, k, routed(work, c)) * (1 - k.exchange_overlap)
-    fixed = np.where((c.ep > 1) & (c.dispatcher > 0), 2 * k.dispatch_seconds, 0.0)
+    # An all-gather needs no counts: every rank gets everything.
+    counted = np.isin(c.dispatcher, (ALL_TO_ALL, HIERARCHICAL)) & (c.ep > 1)
+    fixed = np.where(counted, 2 * k.dispatch_seconds, 0.0)
     return moe * (forward_passes(c) + 1) * (once + fixed)
 
 

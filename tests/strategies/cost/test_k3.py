@@ -253,3 +253,14 @@ def test_a_vendor_peak_is_not_taken_as_achievable():
     h200 = load_backend("h200")
     measured = h200.matmul_tflops["bfloat16"].value
     assert rates(h200).matmul == pytest.approx(measured * 1e12)
+
+
+def test_gathering_all_tokens_wins_where_few_are_sent(work, supernode):
+    """Few tokens on few ranks: an exchange needs counts first, an all-gather does not; with many
+    tokens its float32 partial sums cost more."""
+    few, many = (
+        evaluate(work, supernode, plan([16, 16], tokens, dispatcher=[1, 3])).time.all_to_all
+        for tokens in (128, 16384)
+    )
+    assert few[1] < few[0]
+    assert many[1] > many[0]
