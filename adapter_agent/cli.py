@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import difflib
 import io
-import json
 import os
 import sys
 import traceback
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
 
+from adapter_agent.cluster_commands import cluster_app
 from adapter_agent.options import (
     BatchOpt,
     ClusterOpt,
@@ -30,6 +31,10 @@ from adapter_agent.options import (
     SequenceOpt,
     TrustOpt,
 )
+from adapter_agent.output import examples as _examples
+from adapter_agent.output import print_json as _print_json
+from adapter_agent.output import print_json_of as _print_json_of
+from adapter_agent.plan_command import plan
 from analyzers.errors import AdaptError
 
 if TYPE_CHECKING:
@@ -38,6 +43,8 @@ if TYPE_CHECKING:
 StageName = Literal["analyze", "map", "generate", "plan", "review", "validate", "train", "report"]
 
 Prefer = Literal["generated", "existing"]
+
+ExportFormat = Literal["transformers", "torchtitan", "automodel", "torchrun", "slurm", "all"]
 
 WAITING = 5
 """Exit status of a run that stopped for a reviewer."""
@@ -62,14 +69,11 @@ class _DefaultGroup(TyperGroup):
         return ["MODEL --cluster TOPO.yaml [OPTIONS]", "|", "COMMAND [ARGS]..."]
 
 
-def _examples(*lines: str) -> str:
-    """An epilog of lines to copy, kept as they are by click's mark for unwrapped text."""
-    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
-
-
 _TINY = "examples/models/tiny-kimi-k3"
 _TWO_RANKS = "examples/clusters/two-ranks.yaml"
 _DATA = "examples/data/classes-train.jsonl"
+_K3 = "examples/models/kimi-k3"
+_SUPERNODE = "examples/clusters/supernode-128.yaml"
 
 app = typer.Typer(
     cls=_DefaultGroup,
@@ -79,17 +83,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog=_examples(
         f"adapt {_TINY} --cluster {_TWO_RANKS} --data {_DATA}",
-        "adapt plan examples/models/kimi-k3 --cluster examples/clusters/supernode-128.yaml",
+        f"adapt plan {_K3} --cluster {_SUPERNODE}",
         "adapt doctor",
     )
     + "\n\nExit status: 0 done, 1 a bug, 2 bad input, 3 no feasible plan, 4 a proof failed, "
     "5 waiting for review, 130 interrupted.",
-)
-cluster_app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Look at a cluster file.",
-    epilog=_examples("adapt cluster show examples/clusters/supernode-128.yaml"),
 )
 app.add_typer(cluster_app, name="cluster")
 
@@ -305,55 +303,46 @@ def kernels(
         t.show(*([t.picture_of_tuning(tuned)] if tuned else []), *parts)
 
 
-@app.command(
+app.command(
     epilog=_examples(
         f"adapt plan {_TINY} --cluster {_TWO_RANKS}",
-        "adapt plan examples/models/kimi-k3 --cluster examples/clusters/supernode-128.yaml --json",
+        f"adapt plan {_K3} --cluster {_SUPERNODE} --json",
+        f"adapt plan {_K3} --cluster {_SUPERNODE} --allow all",
+        f"adapt plan {_K3} --cluster {_SUPERNODE} --ask ep-curve",
     )
-)
-def plan(
-    model: ModelArg,
-    cluster: ClusterOpt,
-    sequence_length: SequenceOpt = None,
-    global_batch_size: BatchOpt = None,
-    lora_rank: RankOpt = None,
-    fix: FixOpt = None,
-    packed_experts: Annotated[
-        bool,
-        typer.Option(
-            "--packed-experts",
-            help="Also price experts held packed (MXFP4), which the runtime cannot train yet.",
-        ),
-    ] = False,
-    trust_remote_code: TrustOpt = False,
-    as_json: JsonOpt = False,
-    quiet: QuietOpt = False,
-) -> None:
-    """The fastest FSDP2 + expert-parallel plan that fits.
+)(plan)
 
-    With memory and time by part, alternatives, and why.
+
+@app.command(
+    epilog=_examples("adapt export runs/first", "adapt export runs/first --format torchtitan")
+)
+def export(
+    run_dir: RunDirArg,
+    format: Annotated[ExportFormat, typer.Option(help="For which trainer or launcher.")] = "all",
+    as_json: JsonOpt = False,
+) -> None:
+    """Say the plan in other trainers' words.
+
+    Configs in RUN_DIR/exports and launch scripts in RUN_DIR/launch, each with what it cannot say.
     """
     from adapter_agent import terminal as t
-    from adapter_agent.job import Options, make_job
-    from analyzers import analyze as analyze_model
-    from strategies import load_cluster, search
+    from adapter_agent.job import past_run, require_documents
+    from strategies.exports import Source, write_exports
 
-    options = Options(
-        model=model,
-        cluster=cluster,
-        sequence_length=sequence_length,
-        global_batch_size=global_batch_size,
-        lora_rank=lora_rank,
-        fixed=tuple(fix or ()),
-        trust_remote_code=trust_remote_code,
-    )
-    terminal = t.Terminal(quiet=quiet)
-    with t.stdout_kept_clean(), terminal.live():
-        job = make_job(options)
-        found = analyze_model(model, trust_remote_code=trust_remote_code, progress=terminal)
-        terminal("searching plans")
-        best = search(found, load_cluster(cluster), job, packed_experts=packed_experts)
-    _print_json_of(best) if as_json else t.show(t.picture_of_plan(best))
+    with past_run(run_dir, terminal=t.Terminal(quiet=True)) as context, t.stdout_kept_clean():
+        require_documents(context.run, "analysis.json", "plan.json")
+        source = Source(
+            plan=context.plan,
+            cluster=context.cluster,
+            analysis=context.analysis,
+            job=context.job,
+        )
+        wanted = None if format == "all" else [format]
+        written = write_exports(source, context.run.path, wanted)
+    if as_json:
+        _print_json([asdict(w) | {"paths": [str(path) for path in w.paths]} for w in written])
+    else:
+        t.show(t.picture_of_exports(written))
 
 
 @app.command(epilog=_examples("adapt validate runs/first", "adapt validate runs/first --json"))
@@ -449,21 +438,6 @@ def report(run_dir: RunDirArg) -> None:
     typer.echo(run_dir / "report.html")
 
 
-@cluster_app.command(
-    "show", epilog=_examples("adapt cluster show examples/clusters/supernode-128.yaml --json")
-)
-def cluster_show(
-    topology: Annotated[Path, typer.Argument(metavar="TOPO.yaml", help="Cluster file.")],
-    as_json: JsonOpt = False,
-) -> None:
-    """The cluster as the planner sees it: devices and tiers."""
-    from adapter_agent import terminal as t
-    from strategies import load_cluster
-
-    found = load_cluster(topology)
-    _print_json_of(found) if as_json else t.show(t.picture_of_cluster(found))
-
-
 @app.command(epilog=_examples("adapt doctor", "adapt doctor --json"))
 def doctor(as_json: JsonOpt = False) -> None:
     """Versions, devices, compilers, and what is missing.
@@ -511,17 +485,6 @@ def _result(context: Context, ending: str) -> dict[str, Any]:
         "inputs": record["inputs"],
         "stages": record["stages"],
     }
-
-
-def _print_json(data: Any) -> None:
-    plain = not (sys.stdout.encoding or "").lower().startswith("utf")  # \u.... is JSON anywhere
-    typer.echo(json.dumps(data, indent=2, ensure_ascii=plain))
-
-
-def _print_json_of(document: Any) -> None:
-    from analyzers.documents import to_data
-
-    _print_json(to_data(document))
 
 
 def main() -> None:

@@ -1,11 +1,13 @@
 """The report's figures as inline SVG. Colours are the page's CSS classes: `c0` ... `c8`, `grid`.
 
-Every mark carries a `<title>`, which browsers show on hover and screen readers read.
+Every mark carries a `<title>`, which browsers show on hover and screen readers read. `svg`, `rect`
+and `caption` are the pieces that other figures are made of.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
@@ -13,7 +15,7 @@ WIDTH = 760
 COLOURS = 9
 
 
-def _svg(height: float, parts: Iterable[str], label: str) -> str:
+def svg(height: float, parts: Iterable[str], label: str) -> str:
     body = "".join(parts)
     return (
         f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(label)}">'
@@ -21,7 +23,7 @@ def _svg(height: float, parts: Iterable[str], label: str) -> str:
     )
 
 
-def _rect(x: float, y: float, w: float, h: float, css: str, title: str, **more: object) -> str:
+def rect(x: float, y: float, w: float, h: float, css: str, title: str, **more: object) -> str:
     extra = "".join(f' {k.replace("_", "-")}="{v}"' for k, v in more.items())
     return (
         f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(w, 0):.2f}" height="{h:.2f}" '
@@ -30,10 +32,31 @@ def _rect(x: float, y: float, w: float, h: float, css: str, title: str, **more: 
     )
 
 
-def _text(x: float, y: float, text: str, css: str = "ink", anchor: str = "start") -> str:
+def caption(x: float, y: float, text: str, css: str = "ink", anchor: str = "start") -> str:
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" class="{css}" text-anchor="{anchor}">{escape(text)}</text>'
     )
+
+
+def standalone(figure: str, style: str) -> str:
+    """The figure as a file of its own: with the rules that the page's style sheet has for figures,
+    in its light colours. Colours are written out, since few programs know CSS variables."""
+    colours = dict(re.findall(r"--([\w-]+):\s*(#\w+)", style.partition("@media")[0]))
+    rules = " ".join(re.findall(r"svg[^{}]*\{[^}]*\}", style))
+    rules = re.sub(r"var\(--([\w-]+)\)", lambda match: colours[match[1]], rules)
+    head = f'xmlns="http://www.w3.org/2000/svg" width="{WIDTH}"'
+    ground = f'<rect width="100%" height="100%" style="fill:{colours["card"]}"/>'
+    opening, _, body = figure.partition(">")
+    return f"{opening} {head}><style>{rules}</style>{ground}{body}"
+
+
+def png(figure: str, zoom: float = 2.0) -> bytes | None:
+    """A standalone figure as an image; None without resvg-py."""
+    try:
+        import resvg_py  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return None
+    return bytes(resvg_py.svg_to_bytes(svg_string=figure, zoom=zoom))
 
 
 def number(value: float) -> str:
@@ -45,35 +68,26 @@ def number(value: float) -> str:
     return f"{value:.2e}"
 
 
-def stacked_bar(
-    parts: Mapping[str, float], *, whole: float, unit: str, label: str, rest: str = ""
-) -> str:
-    """One bar of `whole`, cut into `parts`; what is left is drawn empty and named `rest`."""
+def stacked_bar(parts: Mapping[str, float], *, unit: str, label: str) -> str:
+    """One bar cut into `parts`, as wide as the figure."""
     shown = {name: value for name, value in parts.items() if value > 0}
-    whole = max(whole, sum(shown.values()))
-    bar, x = [], 0.0
+    whole = sum(shown.values())
+    bar, legend, x, column, y = [], [], 0.0, WIDTH / 3, 56.0
     for i, (name, value) in enumerate(shown.items()):
-        w = WIDTH * value / whole if whole else 0
-        title = f"{name}: {number(value)} {unit} ({value / whole:.1%})"
+        css, text = f"c{i % COLOURS}", f"{name} {number(value)} {unit}"
+        w = WIDTH * value / whole
         # Two pixels of background keep neighbours apart for every eye.
-        bar.append(_rect(x, 0, w - 2 if w > 3 else w, 34, f"c{i % COLOURS}", title, rx=2))
+        title = f"{name}: {number(value)} {unit} ({value / whole:.1%})"
+        bar.append(rect(x, 0, w - 2 if w > 3 else w, 34, css, title, rx=2))
         x += w
-    if rest and x < WIDTH:
-        left = whole - sum(shown.values())
-        bar.append(_rect(x, 0, WIDTH - x, 34, "empty", f"{rest}: {number(left)} {unit}", rx=2))
-    legend, column, row = [], WIDTH / 3, 0
-    entries = [(f"c{i % COLOURS}", n, v) for i, (n, v) in enumerate(shown.items())]
-    if rest and x < WIDTH:
-        entries.append(("empty", rest, whole - sum(shown.values())))
-    for i, (css, name, value) in enumerate(entries):
         row, at = divmod(i, 3)
-        y = 56 + row * 22
-        legend.append(_rect(at * column, y, 12, 12, css, name, rx=2))
-        legend.append(_text(at * column + 18, y + 10.5, f"{name} {number(value)} {unit}"))
-    return _svg(56 + (row + 1) * 22, bar + legend, label)
+        y = 56.0 + row * 22
+        legend.append(rect(at * column, y, 12, 12, css, name, rx=2))
+        legend.append(caption(at * column + 18, y + 10.5, text))
+    return svg(y + 22, bar + legend, label)
 
 
-def _ticks(low: float, high: float, about: int = 5) -> list[float]:
+def ticks(low: float, high: float, about: int = 5) -> list[float]:
     span = high - low or 1.0
     rough = span / about
     power = 10.0 ** math.floor(math.log10(rough))
@@ -98,12 +112,12 @@ def line_chart(
         return height - bottom - (height - bottom - top) * y / high
 
     parts = []
-    for tick in _ticks(0, high):
+    for tick in ticks(0, high):
         y = py(tick)
         parts.append(f'<line x1="{left}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
-        parts.append(_text(left - 8, y + 4, number(tick), "soft", "end"))
-    for tick in _ticks(low_x, high_x, 8):
-        parts.append(_text(px(tick), height - bottom + 18, number(tick), "soft", "middle"))
+        parts.append(caption(left - 8, y + 4, number(tick), "soft", "end"))
+    for tick in ticks(low_x, high_x, 8):
+        parts.append(caption(px(tick), height - bottom + 18, number(tick), "soft", "middle"))
     points = [(px(x), py(y), x, y) for x, y in zip(xs, ys, strict=True) if math.isfinite(y)]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _, _ in points)
     parts.append(f'<polyline points="{path}" class="line"/>')
@@ -113,10 +127,10 @@ def line_chart(
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" class="dot"><title>{title}</title></circle>'
         )
     for (x, y, _, value), anchor in zip(points[:1] + points[-1:], ("start", "end"), strict=False):
-        parts.append(_text(x, y - 10, number(value), "strong", anchor))
-    parts.append(_text(left, 12, y_label, "soft"))
-    parts.append(_text(WIDTH, height - 6, x_label, "soft", "end"))
-    return _svg(height, parts, label)
+        parts.append(caption(x, y - 10, number(value), "strong", anchor))
+    parts.append(caption(left, 12, y_label, "soft"))
+    parts.append(caption(WIDTH, height - 6, x_label, "soft", "end"))
+    return svg(height, parts, label)
 
 
 def heat_map(rows: Mapping[str, Sequence[float]], *, column: str, label: str) -> str:
@@ -135,7 +149,7 @@ def heat_map(rows: Mapping[str, Sequence[float]], *, column: str, label: str) ->
         w = (WIDTH - left) / max(len(cells), 1)
         y = i * cell_h
         if cell_h >= 18 or i % 4 == 0:
-            parts.append(_text(left - 8, y + cell_h * 0.75, name, "soft", "end"))
+            parts.append(caption(left - 8, y + cell_h * 0.75, name, "soft", "end"))
         for j, value in enumerate(cells):
             which = f"{column} {j * group}" + (f"-{j * group + group - 1}" if group > 1 else "")
             times = f", {value / mean:.2f} x the mean" if mean else ""
@@ -143,14 +157,12 @@ def heat_map(rows: Mapping[str, Sequence[float]], *, column: str, label: str) ->
             title = f"{name}, {which}: {number(value)} tokens{times}"
             gap = 1 if w > 4 else 0
             parts.append(
-                _rect(
-                    left + j * w, y, w - gap, cell_h - 1, "c0", title, fill_opacity=f"{shade:.3f}"
-                )
+                rect(left + j * w, y, w - gap, cell_h - 1, "c0", title, fill_opacity=f"{shade:.3f}")
             )
     foot = len(rows) * cell_h + 16
-    parts.append(_text(left, foot, f"{column} 0", "soft"))
-    parts.append(_text(WIDTH, foot, f"{column} {width - 1}", "soft", "end"))
-    return _svg(foot + 6, parts, label)
+    parts.append(caption(left, foot, f"{column} 0", "soft"))
+    parts.append(caption(WIDTH, foot, f"{column} {width - 1}", "soft", "end"))
+    return svg(foot + 6, parts, label)
 
 
 def layer_strip(layers: Sequence[tuple[str, str]], *, label: str) -> str:
@@ -164,15 +176,15 @@ def layer_strip(layers: Sequence[tuple[str, str]], *, label: str) -> str:
         row, at = divmod(i, across)
         x, y = at * w, row * (h + 6)
         title = f"layer {i}: {mixer} + {feed}"
-        parts.append(_rect(x, y, w - 3, 26, f"c{mixers.index(mixer) % COLOURS}", title, rx=3))
+        parts.append(rect(x, y, w - 3, 26, f"c{mixers.index(mixer) % COLOURS}", title, rx=3))
         foot = f"c{(len(mixers) + feeds.index(feed)) % COLOURS}"
-        parts.append(_rect(x, y + 28, w - 3, 8, foot, title, rx=2))
+        parts.append(rect(x, y + 28, w - 3, 8, foot, title, rx=2))
     y = math.ceil(len(layers) / across) * (h + 6) + 6
     x = 0.0
     for i, name in enumerate([*mixers, *feeds]):
         times = sum(name in layer for layer in layers)
         text = f"{name} x {times}"
-        parts.append(_rect(x, y, 12, 12, f"c{i % COLOURS}", name, rx=2))
-        parts.append(_text(x + 18, y + 10.5, text))
+        parts.append(rect(x, y, 12, 12, f"c{i % COLOURS}", name, rx=2))
+        parts.append(caption(x + 18, y + 10.5, text))
         x += 34 + 7.2 * len(text)
-    return _svg(y + 20, parts, label)
+    return svg(y + 20, parts, label)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -144,10 +143,12 @@ def new_run(
     options: Options, path: Path, *, resume: bool, review: ReviewMode, terminal: Terminal
 ) -> Iterator[Context]:
     """Checks the inputs, opens the run directory and writes `job.json` and `cluster.yaml` there."""
+    from strategies.cluster import copy_topology
+
     job = make_job(options)
     with open_run(path, run_inputs(options, job), resume=resume) as run:
         if not (run / "job.json").exists():
-            shutil.copyfile(options.cluster, run / "cluster.yaml")
+            copy_topology(options.cluster, run / "cluster.yaml")
             write_document(job, run / "job.json")
         with _interruptible(run, "the same command and --resume"):
             yield Context(

@@ -7,11 +7,12 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from adapter_agent import anatomy, figures
+from adapter_agent import anatomy, figures, plan_figures
 from adapter_agent.block_figure import block_figure
 from adapter_agent.run_directory import RunDirectory
 from adapter_agent.words import count, layer_legend, layer_pattern, parameters_by_part, shape, size
-from analyzers.documents import read_document, write_text
+from analyzers.documents import read_document, write_document, write_text
+from analyzers.errors import AdaptError
 
 if TYPE_CHECKING:
     import jinja2
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
     from analyzers.schema import Block, ModelAnalysis
     from codegen.schema import OperatorChoice, OperatorMap
     from runtime.schema import StepMetrics
-    from strategies.schema import Plan
+    from strategies.answers import EpCurve
+    from strategies.cluster import Cluster
+    from strategies.schema import Job, Memory, Plan, Predicted, StepTime
 
 COMMENT_LIMIT = 65_536
 """Characters that a comment on a pull request may have."""
@@ -45,8 +48,33 @@ def write_report(run: RunDirectory) -> Path:
 
 def write_analysis_page(analysis: ModelAnalysis, name: str, path: Path) -> Path:
     """The report's section on the model as a page of its own."""
-    facts = {"name": name, **_model(analysis), "figures": _figures(analysis, None, [])}
-    return write_text(path, _environment().get_template("analysis.html.j2").render(facts))
+    facts = {"name": name, **_model(analysis), "figures": _figures(analysis, None, None, [])}
+    return write_text(path, render("analysis.html.j2", facts))
+
+
+def render(template: str, facts: dict[str, Any]) -> str:
+    """A page of `adapter_agent/templates`."""
+    return _environment().get_template(template).render(facts)
+
+
+def write_plan_figures(
+    plan: Plan, analysis: ModelAnalysis, cluster: Cluster, job: Job, folder: Path
+) -> list[Path]:
+    """`plan.json`, `plan.html`, and each figure as SVG, and as PNG where resvg-py is installed."""
+    drawn = plan_figures.plan_figures(plan, _curve(analysis, cluster, job))
+    facts = {"name": Path(job.model).name, "plan": plan, "figures": drawn}
+    written = [
+        write_document(plan, folder / "plan.json"),
+        write_text(folder / "plan.html", render("plan.html.j2", facts)),
+    ]
+    style = render("style.css.j2", {})
+    for key, figure in drawn.items():
+        alone = figures.standalone(figure, style)
+        written.append(write_text(folder / f"{key}.svg", alone))
+        if image := figures.png(alone):
+            written.append(folder / f"{key}.png")
+            written[-1].write_bytes(image)
+    return written
 
 
 def _environment() -> jinja2.Environment:
@@ -64,6 +92,9 @@ def _environment() -> jinja2.Environment:
         number=figures.number,
         shape=shape,
         cell=_cell,
+        by_part=_by_part,
+        interval=_interval,
+        speeds=_speeds,
         size=size,
     )
     return environment
@@ -75,6 +106,7 @@ def gather(run: RunDirectory) -> dict[str, Any]:
     from analyzers.schema import ModelAnalysis
     from codegen.schema import KernelSet, OperatorMap
     from runtime.schema import ValidationReport
+    from strategies import load_cluster
     from strategies.schema import Job, Plan
 
     analysis = _document(ModelAnalysis, run / "analysis.json")
@@ -82,12 +114,16 @@ def gather(run: RunDirectory) -> dict[str, Any]:
     plan = _document(Plan, run / "plan.json")
     steps = run.metrics()
     record = run.record
+    job = read_document(Job, run / "job.json")
+    curve = None
+    if analysis and plan and (run / "cluster.yaml").is_file():
+        curve = _curve(analysis, load_cluster(run / "cluster.yaml"), job)
     return {
         "name": Path(str(record.inputs["model"])).name,
         "record": record,
         # The report stage is being done while it writes this.
         "stages": {k: v for k, v in record.stages.items() if k != "report"},
-        "job": read_document(Job, run / "job.json"),
+        "job": job,
         **(_model(analysis) if analysis else {"analysis": None}),
         "operators": operators,
         "choices": _choices(operators) if operators else [],
@@ -98,9 +134,13 @@ def gather(run: RunDirectory) -> dict[str, Any]:
         "steps": steps,
         "step_seconds": median(s.step_seconds for s in steps) if steps else None,
         "speed": median(s.tokens_per_second_per_device for s in steps) if steps else None,
-        "launch": sorted(p.name for p in (run / "launch").glob("*")),
-        "figures": _figures(analysis, plan, steps),
+        "launch": sorted(f"{p.parent.name}/{p.name}" for p in _files(run, "launch", "exports")),
+        "figures": _figures(analysis, plan, curve, steps),
     }
+
+
+def _files(run: RunDirectory, *folders: str) -> list[Path]:
+    return [p for folder in folders for p in (run / folder).glob("*") if p.is_file()]
 
 
 def _document(cls: type[T], path: Path) -> T | None:
@@ -143,7 +183,10 @@ def _choices(operators: OperatorMap) -> list[tuple[OperatorChoice, int]]:
 
 
 def _figures(
-    analysis: ModelAnalysis | None, plan: Plan | None, steps: list[StepMetrics]
+    analysis: ModelAnalysis | None,
+    plan: Plan | None,
+    curve: EpCurve | None,
+    steps: list[StepMetrics],
 ) -> dict[str, str]:
     made = {}
     if analysis:
@@ -152,18 +195,10 @@ def _figures(
         scale, unit = (1e9, "B") if analysis.parameters.total >= 1e10 else (1e6, "M")
         sizes = {name: n / scale for name, n in parameters_by_part(analysis).items()}
         made["parameters"] = figures.stacked_bar(
-            _spaced(sizes), whole=sum(sizes.values()), unit=unit, label="Parameters by part"
+            _spaced(sizes), unit=unit, label="Parameters by part"
         )
     if plan:
-        memory = plan.predicted.memory_gib
-        parts = {k: v for k, v in vars(memory).items() if k not in ("peak", "capacity")}
-        made["memory"] = figures.stacked_bar(
-            _spaced(parts), whole=memory.capacity, unit="GiB", label="Memory by part", rest="free"
-        )
-        times = {k: 1e3 * v for k, v in vars(plan.predicted.step).items()}
-        made["step"] = figures.stacked_bar(
-            _spaced(times), whole=sum(times.values()), unit="ms", label="Step time by part"
-        )
+        made |= plan_figures.plan_figures(plan, curve)
     if steps:
         made["loss"] = figures.line_chart(
             [s.step for s in steps],
@@ -182,6 +217,19 @@ def _figures(
     return made
 
 
+def _curve(analysis: ModelAnalysis, cluster: Cluster, job: Job) -> EpCurve | None:
+    """None for a model without experts, and for a job that cannot be planned (any more)."""
+    from strategies.answers import ep_curve
+    from strategies.problem import make_problem
+
+    if analysis.experts is None:
+        return None
+    try:
+        return ep_curve(make_problem(analysis, cluster, job))
+    except AdaptError:
+        return None
+
+
 def _tokens_per_expert(steps: list[StepMetrics]) -> list[list[int]]:
     """Summed over all steps, one row a layer with experts."""
     layers = zip(*(s.tokens_per_expert for s in steps), strict=True)
@@ -190,6 +238,27 @@ def _tokens_per_expert(steps: list[StepMetrics]) -> list[list[int]]:
 
 def _spaced(parts: dict[str, float]) -> dict[str, float]:
     return {name.replace("_", " "): value for name, value in parts.items()}
+
+
+def _by_part(parts: StepTime | Memory) -> str:
+    """What is more than a hundredth of all, largest first: `compute 84%, all to all 16%`."""
+    sizes = {k: v for k, v in vars(parts).items() if k not in ("peak", "capacity")}
+    whole = sum(sizes.values()) or 1
+    shown = sorted(_spaced(sizes).items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {size / whole:.0%}" for name, size in shown if size >= 0.01 * whole)
+
+
+def _interval(ends: tuple[float, float] | None, unit: str = "") -> str:
+    return f"{figures.number(ends[0])} to {figures.number(ends[1])} {unit}".strip() if ends else ""
+
+
+def _speeds(predicted: Predicted) -> tuple[float, float] | None:
+    """Tokens/s a device at the ends of the step's interval, slowest first."""
+    if predicted.step_seconds_interval is None:
+        return None
+    fastest, slowest = predicted.step_seconds_interval
+    tokens = predicted.tokens_per_second_per_device * predicted.step_seconds
+    return tokens / slowest, tokens / fastest
 
 
 def _cell(value: object) -> str:

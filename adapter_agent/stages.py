@@ -275,6 +275,7 @@ WORK: dict[str, Stage] = {
             "review.json",
             "train/metrics.jsonl",
             "launch",
+            "exports",
         ),
         writes=("report.html", "report.md"),
     ),

@@ -13,16 +13,13 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from adapter_agent.words import shape
-
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from codegen.schema import KernelSet, OperatorMap
     from codegen.tuning.tune import Tuned
     from runtime.schema import ValidationReport
-    from strategies.cluster import Cluster
-    from strategies.schema import Plan
+    from strategies.exports import Written
 
 
 class Terminal:
@@ -103,7 +100,7 @@ def show(*parts: RenderableType) -> None:
         print(line.rstrip())
 
 
-def _table(title: str, *columns: str) -> Table:
+def new_table(title: str, *columns: str) -> Table:
     """A table whose columns that start with `>` are numbers."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for column in columns:
@@ -112,19 +109,21 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _bar(value: float, largest: float, width: int = 32) -> str:
+def bar(value: float, largest: float, width: int = 32) -> str:
     return "█" * max(1, round(width * value / largest)) if value > 0 and largest > 0 else ""
 
 
 def picture_of_operators(operators: OperatorMap) -> RenderableType:
-    table = _table(f"Operators on {operators.backend}", "operator", "decision", "by", "reason")
+    table = new_table(f"Operators on {operators.backend}", "operator", "decision", "by", "reason")
     for o in operators.operators:
         table.add_row(o.operator, o.decision, o.provider, o.reason)
     return table
 
 
 def picture_of_kernels(kernels: KernelSet) -> RenderableType:
-    table = _table(f"Generated kernels for {kernels.backend}", "kernel", "gate", "ran on", "result")
+    table = new_table(
+        f"Generated kernels for {kernels.backend}", "kernel", "gate", "ran on", "result"
+    )
     for k in kernels.kernels:
         for i, gate in enumerate(k.gates):
             result = "passed" if gate.passed else "FAILED"
@@ -138,7 +137,7 @@ def picture_of_tuning(tuned: list[Tuned]) -> RenderableType:
     from codegen.tuning.space import describe_launches
 
     columns = ("kernel", ">heads x tokens", ">tuned ms", ">before", ">times", "launches")
-    table = _table("Tuning, milliseconds of a training step", *columns)
+    table = new_table("Tuning, milliseconds of a training step", *columns)
     for record in (each.record for each in tuned):
         for i, c in enumerate(record.classes):
             was, now = c.default_milliseconds["step"], c.milliseconds["step"]
@@ -154,62 +153,25 @@ def picture_of_tuning(tuned: list[Tuned]) -> RenderableType:
     return table
 
 
-def picture_of_plan(plan: Plan) -> RenderableType:
-    p, m = plan.predicted, plan.predicted.memory_gib
-    head = Text.assemble(
-        (f"{shape(plan)} on {plan.world_size} devices of {plan.cluster}\n", "bold"),
-        f"micro-batch {plan.micro_batch_size} x {plan.sequence_length} tokens, "
-        f"{plan.gradient_accumulation} a step, recompute {plan.activation_checkpointing}, "
-        f"experts in {plan.expert_weight_format}, dispatch {plan.dispatcher}\n",
-        f"predicted {p.step_seconds:.3g} s a step, "
-        f"{p.tokens_per_second_per_device:.4g} tokens/s a device, "
-        f"lower bound {p.lower_bound_seconds:.3g} s, out of memory {p.oom_probability:.0%}\n",
-    )
-    memory = _table(f"Memory: {m.peak:.4g} of {m.capacity:.4g} GiB", "part", ">GiB", "")
-    parts = {k: v for k, v in vars(m).items() if k not in ("peak", "capacity")}
-    for name, value in parts.items():
-        memory.add_row(name, f"{value:.4g}", _bar(value, m.capacity))
-    step = _table(f"Step: {p.step_seconds:.4g} s", "part", ">ms", "")
-    for name, value in vars(p.step).items():
-        step.add_row(name, f"{1e3 * value:.4g}", _bar(value, p.step_seconds))
-    others = _table("Alternatives", "plan", ">micro-batch", "recompute", ">s a step", ">GiB", "why")
-    for a in plan.alternatives:
-        others.add_row(
-            shape(a),
-            str(a.micro_batch_size),
-            a.activation_checkpointing,
-            f"{a.step_seconds:.3g}",
-            f"{a.memory_gib:.4g}",
-            a.why,
-        )
-    lines = [*plan.explanation, *(f"rejected {n}: {why}" for why, n in plan.rejected.items())]
-    tables = [memory, step, others] if plan.alternatives else [memory, step]
-    return Group(head, *tables, *(Text(line) for line in lines))
+def picture_of_exports(written: list[Written]) -> RenderableType:
+    table = new_table("Exports", "format", "files", "what they do not say of the plan")
+    for w in written:
+        files = "\n".join(map(str, w.paths)) or "not written"
+        said = w.refused or "\n".join(w.lost) or "-"
+        table.add_row(w.format, files, said)
+    return table
 
 
 def picture_of_validation(report: ValidationReport) -> RenderableType:
     verdict = "passed" if report.passed else "FAILED"
     title = f"Validation {verdict} on {report.world_size} ranks of {report.device}"
-    table = _table(title, "check", "result", "measured", "expected", "detail")
+    table = new_table(title, "check", "result", "measured", "expected", "detail")
     for c in report.checks:
         result = "passed" if c.passed else "FAILED"
         table.add_row(c.name, result, _short(c.measured), _short(c.expected), c.detail)
     kept = [f"kept: {', '.join(report.kept)}"] if report.kept else []
     lost = [f"not kept: {', '.join(report.not_kept)}"] if report.not_kept else []
     return Group(table, *(Text(line) for line in kept + lost))
-
-
-def picture_of_cluster(cluster: Cluster) -> RenderableType:
-    d = cluster.device
-    head = Text.assemble(
-        (f"{cluster.name}: {cluster.world_size} x {d.title}\n", "bold"),
-        f"{d.memory_gib.value:g} GiB ({d.memory_gib.origin}), "
-        f"{d.reserved_gib.value:g} GiB reserved, status {d.status}\n",
-    )
-    table = _table("Tiers, closest first", "tier", ">size", "fabric")
-    for tier in cluster.tiers:
-        table.add_row(tier.name, str(tier.size), str(tier.fabric))
-    return Group(head, table)
 
 
 def _short(value: object) -> str:

@@ -45,7 +45,8 @@ class Tile:
 class Footprint:
     """What one program of a kernel holds at least: launches beyond a device's limits are not tried.
 
-    A matrix is a pair of `chunk`, `block`, `key_dim`, `value_dim` (padded to powers of two).
+    A matrix is a pair of `chunk`, `block`, `key_dim`, `value_dim` (padded to powers of two), or
+    `part`: the value channels that the gradients take at a time.
     """
 
     tiles: Literal["key_dim", "value_dim"]
@@ -58,6 +59,9 @@ class Footprint:
     """Matrices in the input's dtype that a step of the loop loads; a stage holds them all."""
     staged_by_delta: list[tuple[str, str]] = field(default_factory=list)
     """Those that it loads besides under the delta rule."""
+    buffered: list[tuple[int, str, str]] = field(default_factory=list)
+    """Float32 matrices (how many, rows, columns) that live at the peak besides `staged`, for
+    devices that hold all in one buffer; what a step loads ahead is among them."""
 
 
 @document
@@ -120,8 +124,9 @@ class Spec(Member):
     kind: str
     """How a backend's known faults name this kind of kernel."""
     tiles: dict[str, Tile] = field(default_factory=dict)
-    """By Triton target, `TARGET ARCH` or `TARGET DTYPE`, all in chunks of one length for a target;
-    `none` where there is no compiler; `default` serves the others."""
+    """By processor (`sm_80`, `gfx942`) or Triton target (`cuda`, `hip`), of one dtype (`sm_80
+    bfloat16`) or all; all in chunks of one length for a target. `none` where there is no compiler;
+    `default` serves the others."""
     footprints: dict[str, Footprint] = field(default_factory=dict)
     """By kernel of the rendered module."""
     chunks: list[int] = field(default_factory=list)
@@ -145,36 +150,36 @@ class Spec(Member):
         return ["q", "k", "v", *g, *beta]
 
     def tile(self, backend: Backend, key_dim: int, dtype: str = "bfloat16") -> Tile:
-        """The tile for the backend and dtype, with another number of warps where a compiler is
-        known to get the usual one wrong. Faults that do not depend on it are left to the gates."""
+        """The tile for the backend and dtype, whose launches are `sound`."""
         triton = backend.triton
         target = triton.backend if triton else "none"
-        arch = f"{target} {triton.arch}" if triton else "none"
-        names = (f"{target} {dtype}", arch, target, "default")
+        arch = triton.arch_name if triton else target
+        names = (f"{arch} {dtype}", f"{target} {dtype}", arch, target, "default")
         tile = next(self.tiles[name] for name in names if name in self.tiles)
-        if triton is None:
-            return tile
-
-        def sound(name: str, launch: Launch) -> Launch:
-            return self.sound(backend, name, launch, tile.chunk, key_dim)
-
-        return replace(tile, launches={n: sound(n, launch) for n, launch in tile.launches.items()})
+        launches = {
+            name: self.sound(backend, name, launch, tile.chunk, key_dim)
+            for name, launch in tile.launches.items()
+        }
+        return replace(tile, launches=launches)
 
     def sound(
         self, backend: Backend, kernel: str, launch: Launch, chunk: int, key_dim: int
     ) -> Launch:
-        """The launch, with the nearest number of warps without a known fault that depends on it."""
+        """The launch, with the nearest number of warps that is right where a compiler is known to
+        get the usual one wrong. Faults that do not depend on it are left to the gates."""
         triton = backend.triton
         if triton is None:
             return launch
 
-        def faulty(num_warps: int) -> bool:
-            tried = replace(launch, num_warps=num_warps)
+        def faulty(tried: Launch) -> bool:
             fault = triton.fault(self.configuration(kernel, tried, chunk, key_dim))
             return fault is not None and "num_warps" in fault.condition
 
-        nearest = sorted(triton.num_warps, key=lambda n: (abs(math.log2(n / launch.num_warps)), -n))
-        return next((replace(launch, num_warps=n) for n in nearest if not faulty(n)), launch)
+        def far(warps: int) -> tuple[float, int]:
+            return abs(math.log2(warps / launch.num_warps)), -warps
+
+        tried = [replace(launch, num_warps=n) for n in sorted(triton.num_warps, key=far)]
+        return next((x for x in tried if not faulty(x)), launch)
 
     def configuration(
         self, kernel: str, launch: Launch, chunk: int, key_dim: int

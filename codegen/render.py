@@ -16,6 +16,7 @@ from analyzers.documents import to_json
 from codegen.family import Member, Spec, Tile
 from codegen.layer import LayerSpec, RowTile
 from codegen.tuning.records import Record, launch_table, record_name, record_sha256, tile_of
+from codegen.tuning.space import buffered_tile, in_one_buffer
 
 GENERATOR = "1"
 
@@ -99,6 +100,8 @@ def render(
         **names,
         **shape,
         "spec": spec,
+        "target": backend.triton.backend if backend.triton else "none",
+        "most_programs": backend.triton and backend.triton.max_grid_product,
         "generator": GENERATOR,
         "backend_name": backend.name,
         "tuning_sha256": tuning,
@@ -132,6 +135,8 @@ def _linear_attention(
     if record is not None:
         heads = int(attributes.get("value_heads", attributes.get("heads", 1)))
         tile = tile_of(record, heads)
+    if tile is None and in_one_buffer(backend):
+        tile = buffered_tile(spec, backend, key_dim, value_dim)
     tile = tile or spec.tile(backend, key_dim)
     launches = launch_table(spec, backend, key_dim, value_dim, tile, record)
     values = {

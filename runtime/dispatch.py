@@ -164,7 +164,7 @@ class AllToAll:
     The expert ids and routing weights travel beside it; the rank that receives a token weights and
     sums its own experts' outputs and sends back one partial sum in the dtype of the token, which
     the home rank adds in float32. That is `G (1 - (1 - 1/G)^K)` rows a token under balanced
-    routing, each way, which is what `strategies.cost.exchange` prices.
+    routing, each way, which is what `strategies.cost.communication` prices.
 
     Counts go first, so every rank joins every collective with the sizes that its peers expect, also
     when it sends or receives nothing. One host synchronisation a call, for the split sizes.

@@ -101,19 +101,27 @@ def _world_size(plan: Path) -> int:
 def launch(
     run_dir: Path, stage: str, ranks: int, *, plan: Path | None = None, progress: Progress = None
 ) -> None:
-    """Runs `python -m runtime RUN_DIR --stage STAGE` on `ranks` local ranks.
+    """Runs `python -m runtime RUN_DIR --stage STAGE` on `ranks` local ranks."""
+    arguments = ["runtime", str(run_dir), "--stage", stage]
+    if plan is not None:
+        arguments += ["--plan", str(plan)]
+    run_ranks(stage, arguments, ranks, run_dir / stage / "logs", progress=progress)
 
-    Progress lines of rank 0 go to `progress`; what the ranks say on stderr is kept in
-    `STAGE/logs`. The ranks die with this process.
+
+def run_ranks(
+    what: str, arguments: list[str], ranks: int, logs: Path, *, progress: Progress = None
+) -> None:
+    """Runs `python -m ARGUMENTS` on `ranks` local ranks under torchrun, and waits.
+
+    Progress lines of rank 0 go to `progress`; what the ranks say on stderr is kept in `logs`. The
+    ranks die with this process. Raises the error of the first rank that failed, or RuntimeError
+    with its last lines.
     """
-    logs = run_dir / stage / "logs"
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), "--redirects", "2", "--log-dir", str(logs)]
-    command += ["-m", "runtime", str(run_dir), "--stage", stage]
-    if plan is not None:
-        command += ["--plan", str(plan)]
+    command += ["-m", *arguments]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     environment = os.environ | {"OMP_NUM_THREADS": str(max(1, (cores or 1) // ranks))}
     agent_log = logs / "torchrun.log"
@@ -134,7 +142,7 @@ def launch(
             if progress is not None:
                 progress(line.rstrip())
     if child.returncode != 0:
-        raise _failure(stage, logs, agent_log, child.returncode)
+        raise _failure(what, logs, agent_log, child.returncode)
 
 
 @contextlib.contextmanager

@@ -49,9 +49,18 @@ def build_meshes(plan: Plan) -> Meshes:
     if plan.capacity.factor is not None:
         fault = "limits the tokens of an expert, but this runtime drops and reroutes none"
         raise InputError("plan.json", field="capacity.factor", fault=fault, fix="null")
-    if plan.expert_weight_format == "mxfp4":
-        fault = "mxfp4, but this runtime keeps experts unpacked"
+    if plan.expert_weight_format in ("mxfp4", "fp8"):
+        fault = f"{plan.expert_weight_format}, but this runtime keeps experts unpacked"
         raise InputError("plan.json", field="expert_weight_format", fault=fault, fix="bf16")
+    if plan.activation_checkpointing == "selective":
+        fault = "selective, but this runtime recomputes whole layers or nothing"
+        raise InputError("plan.json", field="activation_checkpointing", fault=fault, fix="full")
+    if plan.mapping.shards_inside:
+        fault = "set, but this runtime puts expert parallelism on neighbouring ranks"
+        raise InputError("plan.json", field="mapping.shards_inside", fault=fault, fix="false")
+    if plan.offload_optimizer:
+        fault = "set, but this runtime keeps optimizer states on the device"
+        raise InputError("plan.json", field="offload_optimizer", fault=fault, fix="false")
     if dist.get_world_size() != plan.world_size:
         fault = f"{plan.world_size}, but {dist.get_world_size()} ranks are running"
         raise InputError("plan.json", field="world_size", fault=fault)

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 RECOMPUTATION = ("none", "selective", "full")
-"""`selective` recomputes attention cores and activation functions, `full` whole blocks."""
+"""`selective` keeps the outputs of every second product and of attention cores (the policy of
+torchtitan for single operators), `full` recomputes whole blocks."""
 DISPATCHERS = ("none", "all_to_all", "hierarchical", "all_gather")
 EXPERT_FORMATS = ("bf16", "fp32", "mxfp4", "fp8")
 
@@ -47,8 +48,17 @@ class Candidates:
     """Index in `EXPERT_FORMATS`: how frozen routed experts lie in memory."""
     capacity_factor: Column
     """Tokens an expert takes at most, as a multiple of the mean; infinite without a limit."""
+    reroute: Column
+    """What exceeds an expert's capacity goes to the next best with room instead of nowhere."""
+    expert_copies: Column
+    """Slots of each expert-parallel rank that hold copies of the most loaded experts."""
     offload: Column
     """Optimizer states in host memory."""
+    shards_inside: Column
+    """Shards of an expert lie on neighbouring devices and expert parallelism strides over them;
+    else expert parallelism is inside and its shards stride."""
+    replicas_outside: Column
+    """Replicas are outermost, each with all pipeline stages; else stages are."""
 
     def __len__(self) -> int:
         return len(self.pp)
@@ -60,6 +70,23 @@ class Candidates:
     @property
     def efsdp(self) -> Column:
         return self.fsdp * self.tp // self.ep
+
+    @property
+    def ep_stride(self) -> Column:
+        """Devices from one member of the expert-parallel group to the next."""
+        return np.where(self.shards_inside, self.efsdp, 1)
+
+    @property
+    def efsdp_stride(self) -> Column:
+        return np.where(self.shards_inside, 1, self.ep)
+
+    @property
+    def replica_stride(self) -> Column:
+        return self.fsdp * self.tp * np.where(self.replicas_outside, self.pp, 1)
+
+    @property
+    def stage_stride(self) -> Column:
+        return self.fsdp * self.tp * np.where(self.replicas_outside, 1, self.dp_replicate)
 
     @property
     def data_ranks(self) -> Column:
@@ -97,7 +124,11 @@ DEFAULTS: Mapping[str, Any] = {
     "dispatcher": 0,
     "expert_format": 0,
     "capacity_factor": np.inf,
+    "reroute": False,
+    "expert_copies": 0,
     "offload": False,
+    "shards_inside": False,
+    "replicas_outside": False,
 }
 
 

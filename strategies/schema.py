@@ -30,6 +30,16 @@ class Optimizer:
 
 
 @document
+class Routing:
+    """How tokens spread over experts: evenly, by a power law, or as measured."""
+
+    exponent: float = 0.0
+    """Load of the expert of rank i ~ i ** -exponent; 0 is even."""
+    loads: list[float] = field(default_factory=list)
+    """Tokens by expert, instead of the power law."""
+
+
+@document
 class Job:
     """What the user wants trained; written by the command line, read by every later stage."""
 
@@ -50,6 +60,10 @@ class Job:
     sequence_length: int = 4096
     global_batch_size: int | None = None
     """Sequences a step over all devices; None takes one micro-batch a device."""
+    training: Literal["lora", "full"] = "lora"
+    """`full` trains every parameter; it is planned, but nothing here trains so."""
+    routing: Routing = field(default_factory=Routing)
+    """That the planner counts with."""
     checkpoint_every: int = 20
     seed: int = 0
     fixed: dict[str, int] = field(default_factory=dict)
@@ -68,6 +82,16 @@ class Parallelism:
     cp: int = 1
     ep: int = 1
     efsdp: int = 1
+
+
+@document
+class Mapping:
+    """In which order the axes lie on the devices; tensor parallelism is always innermost."""
+
+    shards_inside: bool = False
+    """The shards of an expert on neighbouring devices, expert parallelism around them."""
+    replicas_outside: bool = False
+    """Replicas around the stages of a pipeline, not stages around replicas."""
 
 
 @document
@@ -92,6 +116,13 @@ class Memory:
     logits: float
     dispatch: float
     reserved: float
+    """Taken by driver and runtime before the first tensor."""
+    trained_weights: float = 0.0
+    """With full fine-tuning; adapters are counted apart."""
+    communication: float = 0.0
+    """Buffers of the communication library, outside the allocator."""
+    fragmentation: float = 0.0
+    """Held by the allocator without use."""
     capacity: float
     """What the device has."""
 
@@ -106,6 +137,10 @@ class StepTime:
     all_to_all: float
     optimizer: float
     overhead: float
+    tensor_parallel: float = 0.0
+    context_parallel: float = 0.0
+    pipeline: float = 0.0
+    """Bubble of the schedule and what stages send one another."""
 
 
 @document
@@ -117,8 +152,12 @@ class Predicted:
     oom_probability: float
     lower_bound_seconds: float
     optimality_gap: float
-    """(step_seconds - lower_bound_seconds) / step_seconds. The search is exhaustive, so no other
-    plan of its space is faster; the bound is arithmetic alone, which no plan at all can beat."""
+    """(step_seconds - lower_bound_seconds) / step_seconds. The bound holds for every plan of the
+    space and is known before any is priced; the search then proves that none of them is faster."""
+    step_seconds_interval: tuple[float, float] | None = None
+    """In which the measured step lies four times in five, by the back-test's errors."""
+    memory_gib_interval: tuple[float, float] | None = None
+    """The same for the peak."""
 
 
 @document
@@ -129,6 +168,66 @@ class Alternative:
     activation_checkpointing: str
     step_seconds: float
     memory_gib: float
+    settings: dict[str, str | int | float | bool] = field(default_factory=dict)
+    """What else differs from the plan: key of Plan -> value."""
+    predicted: Predicted | None = None
+    runnable: bool = True
+    missing: list[str] = field(default_factory=list)
+    """What it needs and the runtime lacks."""
+
+
+@document
+class Cell:
+    """The best runnable plan with this EP and micro-batch; the leanest where none fits."""
+
+    ep: int
+    micro_batch_size: int
+    fits: bool
+    step_seconds: float
+    tokens_per_second_per_device: float
+    memory_gib: float
+    oom_probability: float
+
+
+@document
+class Searched:
+    """How the space was gone through; the counts are of plans."""
+
+    plans: int
+    priced: int
+    too_large: int
+    """Left out because a lower bound of their memory is above what the device has."""
+    too_slow: int
+    """Left out because a lower bound of their time is above the best plan's."""
+
+
+@document
+class Change:
+    before: float
+    after: float
+
+
+@document
+class Refit:
+    """What a finished run changed."""
+
+    steps: int
+    """That were counted."""
+    step_seconds: float
+    """Measured, median."""
+    step_seconds_before: float
+    """As predicted with the constants of published runs."""
+    step_seconds_after: float
+    peak_gib: float | None
+    """Measured; None on a CPU, where the whole process is counted."""
+    peak_gib_before: float
+    peak_gib_after: float
+    overload: float | None
+    """Tokens of the fullest expert-parallel rank over the mean, by the experts' measured loads."""
+    overload_planned: float | None
+    constants: dict[str, Change] = field(default_factory=dict)
+    """Those that moved."""
+    said: list[str] = field(default_factory=list)
 
 
 @document
@@ -149,15 +248,33 @@ class Plan:
     micro_batch_size: int
     sequence_length: int
     gradient_accumulation: int
-    activation_checkpointing: Literal["none", "full"]
+    virtual_stages: int = 1
+    """Chunks of layers that a pipeline stage holds."""
+    activation_checkpointing: Literal["none", "selective", "full"]
     reshard_after_forward: bool
-    expert_weight_format: Literal["bf16", "fp32", "mxfp4"]
+    expert_weight_format: Literal["bf16", "fp32", "mxfp4", "fp8"]
     compute_dtype: Literal["bfloat16", "float32"]
-    dispatcher: Literal["none", "all_to_all", "all_gather"]
+    dispatcher: Literal["none", "all_to_all", "hierarchical", "all_gather"]
     capacity: Capacity = field(default_factory=Capacity)
+    expert_copies: int = 0
+    """Slots of each expert-parallel rank for copies of the most loaded experts."""
+    offload_optimizer: bool = False
+    mapping: Mapping = field(default_factory=Mapping)
+    runnable: bool = True
+    missing: list[str] = field(default_factory=list)
+    """What the plan needs and the runtime lacks; only plans that were asked for have any."""
+    idle_devices: int = 0
+    """Of the cluster, left out because fewer are faster."""
     predicted: Predicted
     alternatives: list[Alternative] = field(default_factory=list)
     rejected: dict[str, int] = field(default_factory=dict)
+    families: dict[str, str] = field(default_factory=dict)
+    """Family of plans that was not chosen, e.g. `EP 8` -> the limit that binds it."""
+    survey: list[Cell] = field(default_factory=list)
+    """Every EP and micro-batch that was priced."""
+    searched: Searched | None = None
+    searched_beyond: Searched | None = None
+    """The same for the space with everything that the runtime lacks."""
     explanation: list[str] = field(default_factory=list)
     origins: dict[str, str] = field(default_factory=dict)
     """Where the rates came from: quantity -> `spec`, `measured`, `note`, `default`."""
@@ -165,4 +282,9 @@ class Plan:
     """Name of the devices' backend."""
     lora: Lora = field(default_factory=Lora)
     """The adapters that the prediction is for (the job's)."""
+    training: Literal["lora", "full"] = "lora"
+    routing: Routing = field(default_factory=Routing)
+    """That the prediction counts with (the job's)."""
+    measured: Refit | None = None
+    """The finished run whose constants the prediction is made with."""
     twin: Twin | None = None

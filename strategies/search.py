@@ -1,32 +1,32 @@
-"""The fastest plan that fits, found by trying every one.
-
-The space (fsdp x ep x efsdp x replicas, micro-batch, recomputation, resharding, dispatcher, expert
-format) has a few thousand points on 128 devices, so exhaustive search is exact and takes less than
-a second: no heuristic and no randomness.
-"""
+"""The fastest plan that fits, proven, with what else there is and why."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields, replace
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 
-from analyzers.errors import InfeasibleError, InputError
+import numpy as np
+
 from analyzers.schema import ModelAnalysis
-from strategies import cost
-from strategies.cluster import Cluster
-from strategies.explain import (
-    MAX_OOM_PROBABILITY,
-    Point,
-    alternatives,
-    explain,
-    no_layout,
-    nothing_fits,
-    point,
+from strategies.alternatives import (
+    alternative,
+    cells,
+    families,
+    missing,
+    pareto_alternatives,
 )
-from strategies.memory import Candidate, memory, oom_probability
-from strategies.schema import Job, Memory, Parallelism, Plan
-from strategies.space import candidates, divisors, packed_experts_of
-from strategies.workload import PART_OF_TARGET, Workload, workload
+from strategies.cluster import Cluster
+from strategies.cost import Constants
+from strategies.explain import explain, no_layout, nothing_fits
+from strategies.parts import fastest_part
+from strategies.pricing import plan_fields
+from strategies.problem import Problem, make_problem
+from strategies.schema import Alternative, Job, Plan, Searched
+from strategies.solver import Points, Solution, price_all, solve, step_tokens
+from strategies.space import FEATURES
+
+WORTH = 0.005
+"""Share of the time that a plan which cannot be run must save to be told."""
 
 
 def search(
@@ -35,98 +35,126 @@ def search(
     job: Job,
     *,
     fixed: Mapping[str, int] | None = None,
-    packed_experts: bool = False,
+    allow: Collection[str] = (),
+    allow_idle: bool = False,
+    constants: Constants | None = None,
 ) -> Plan:
     """The plan with the fewest seconds per token among all that fit.
 
     `fixed` forces values of the parallelism or of `micro_batch_size`, e.g. `{"ep": 2}`, on top of
-    those of the job.
-    `packed_experts` also offers experts held as the checkpoint packs them (MXFP4), which the
-    runtime cannot train yet.
+    those of the job. `allow` names FEATURES that the runtime cannot run and the plan may use all
+    the same; what the others would gain is told as alternatives. `allow_idle` also tries fewer
+    devices. `constants` replaces those that published runs fitted, e.g. by a finished run's.
     Raises InputError for a job or a forced value that cannot be, InfeasibleError when nothing fits.
     """
-    fixed = {**job.fixed, **(fixed or {})}
-    work = workload(analysis, job.lora)
-    _check(analysis, work, cluster, job, fixed)
-    space = candidates(analysis, cluster, job, fixed, packed_experts)
-    if not space.candidates:
-        raise InfeasibleError(no_layout(analysis, cluster, job, fixed))
-
-    known = cost.rates(cluster.device, cluster.device.training_dtype)
-    points: list[Point] = []
-    leanest: tuple[Candidate, Memory] | None = None
-    rejected = space.rejected
-    for c in space.candidates:
-        held = memory(work, c, cluster.device)
-        if leanest is None or held.peak < leanest[1].peak:
-            leanest = (c, held)
-        if held.peak > held.capacity:
-            rejected["needs more memory than the device has"] += 1
-        elif oom_probability(held, cluster.device) > MAX_OOM_PROBABILITY:
-            rejected[f"more than {MAX_OOM_PROBABILITY:.0%} likely to run out of memory"] += 1
-        else:
-            points.append(point(work, c, cluster, known, held.peak))
-    if not points:
-        assert leanest is not None
-        raise InfeasibleError(nothing_fits(*leanest, len(space.candidates)))
-
-    points.sort(key=lambda p: p.order)
-    best = points[0]
-    predicted = cost.predict(work, best.candidate, cluster)
+    problem = make_problem(analysis, cluster, job, fixed, allow, constants)
+    if allow_idle:
+        problem = fastest_part(problem)
+    best, bound, searched, table = _fastest(problem)
+    fitting = table.take(table.fits)
+    predicted = problem.pricing.predicted(best, bound)
+    lacks = missing(problem, best.plans)
+    if problem.allow and len(fitting) and lacks:
+        why = "fastest that can be run" if job.training == "lora" else "fastest without --allow"
+        told = [alternative(problem, fitting.best, best, why, bound)]
+    else:
+        told = pareto_alternatives(problem, fitting, best, bound)
+    gains, beyond = _gains(problem, best)
+    used = problem.cluster
     plan = Plan(
-        cluster=cluster.name,
-        world_size=cluster.world_size,
+        cluster=used.name,
+        world_size=used.world_size,
         predicted=predicted,
-        alternatives=alternatives(points),
-        rejected=dict(sorted(rejected.items())),
-        origins=cost.origins(work, best.candidate, cluster),
-        backend=cluster.device.name,
+        alternatives=[*told, *gains],
+        rejected=_rejected(problem, table, searched),
+        families=families(problem, table, best, predicted) if len(table) else {},
+        survey=cells(problem, table),
+        searched=searched,
+        searched_beyond=beyond,
+        origins=problem.pricing.origins(best.plans),
+        backend=used.device.name,
         lora=job.lora,
-        **vars(best.candidate),
+        training=job.training,
+        routing=job.routing,
+        runnable=not lacks,
+        missing=lacks,
+        idle_devices=cluster.world_size - used.world_size,
+        **plan_fields(best.plans, used.device.training_dtype),
     )
-    said = explain(plan, work, points, len(space.candidates))
-    if packed_experts_of(analysis) and not packed_experts:
-        said.append(
-            "The checkpoint packs its experts (MXFP4). They are planned unpacked: nothing here "
-            "trains packed ones yet. `adapt plan --packed-experts` prices them too."
+    return replace(plan, explanation=explain(plan, problem, best, fitting, gains))
+
+
+def _fastest(problem: Problem) -> tuple[Points, float, Searched, Points]:
+    """The best plan, the bound in seconds a token, how it was found, and all runnable plans."""
+    pricing, space = problem.pricing, problem.space()
+    table = price_all(space, pricing)
+    fitting = table.take(table.fits)
+    best = fitting.best if len(fitting) else None
+    if problem.allow:
+        space = problem.space(problem.allow)
+        to_beat = float(best.per_token[0]) if best else np.inf
+        found = solve(space, pricing, to_beat=to_beat)
+        if not found.plans:
+            raise no_layout(problem)
+        best, bound = found.best or best, found.bound
+        searched = _searched(found)
+    elif len(table):
+        bounds = pricing.time_bound(table.plans) / step_tokens(table.plans)
+        small = pricing.memory_bound(table.plans) <= pricing.capacity
+        bound = float(bounds[small].min(initial=np.inf))
+        searched = Searched(plans=len(table), priced=len(table), too_large=0, too_slow=0)
+    else:
+        raise no_layout(problem)
+    if best is None:
+        raise nothing_fits(problem, table)
+    return best, bound, searched, table
+
+
+def _searched(found: Solution) -> Searched:
+    return Searched(
+        plans=found.plans,
+        priced=found.priced,
+        too_large=found.too_large,
+        too_slow=found.too_slow,
+    )
+
+
+def _gains(problem: Problem, best: Points) -> tuple[list[Alternative], Searched | None]:
+    """What each feature that the runtime lacks would gain, and all of them together, and how the
+    space with all of them was searched.
+
+    Packed experts are told even where they gain nothing: they decide how much memory is left.
+    """
+    pricing, fastest = problem.pricing, float(best.per_token[0])
+    others = [f for f in problem.features if f not in problem.allow]
+    found: list[tuple[Points, Alternative]] = []
+    beyond: Searched | None = None
+
+    def look(why: str, to_beat: float, allow: Collection[str], require: str | None) -> Solution:
+        space = problem.space(allow, require=require)
+        solution = solve(space, pricing, to_beat=to_beat)
+        if solution.best:
+            told = alternative(problem, solution.best, best, why, solution.bound)
+            found.append((solution.best, told))
+        return solution
+
+    for name in others:
+        to_beat = np.inf if name == "packed_experts" else fastest * (1 - WORTH)
+        look(f"with {FEATURES[name]}", to_beat, problem.allow, name)
+    if len(others) > 1:
+        known = min([fastest, *(float(p.per_token[0]) for p, _ in found)])
+        beyond = _searched(
+            look("with all of these", known * (1 - WORTH), {*problem.allow, *others}, None)
         )
-    return replace(plan, explanation=said)
+    return [told for _, told in found], beyond
 
 
-def _check(
-    analysis: ModelAnalysis,
-    work: Workload,
-    cluster: Cluster,
-    job: Job,
-    fixed: Mapping[str, int],
-) -> None:
-    if job.lora.rank < 1:
-        fault = f"must be > 0, found {job.lora.rank}"
-        raise InputError("job", field="lora.rank", fault=fault, fix="--lora-rank N")
-    if not work.dense_adapters + work.expert_adapters:
-        fault = f"{', '.join(job.lora.targets) or 'nothing'}: the model has no such layer to adapt"
-        fix = f"choose among {', '.join(PART_OF_TARGET)}"
-        raise InputError("job", field="lora.targets", fault=fault, fix=fix)
-    longest = analysis.max_sequence_length
-    if job.sequence_length < 1 or (longest and job.sequence_length > longest):
-        fault = f"{job.sequence_length} tokens; the model takes 1 to {longest or 'any number'}"
-        raise InputError("job", field="sequence_length", fault=fault, fix="--sequence-length N")
-    if job.global_batch_size is not None and job.global_batch_size < 1:
-        fault = f"must be > 0, found {job.global_batch_size}"
-        raise InputError("job", field="global_batch_size", fault=fault, fix="--global-batch-size N")
-    known = [f.name for f in fields(Parallelism)] + ["micro_batch_size"]
-    for key, value in fixed.items():
-        if key not in known:
-            fix = f"known: {', '.join(known)}"
-            raise InputError("--fix", field=key, fault="cannot be forced", fix=fix)
-        if value < 1:
-            raise InputError("--fix", field=key, fault=f"must be > 0, found {value}")
-        if key in ("pp", "tp", "cp") and value != 1:
-            raise InputError("--fix", field=key, fault="is not searched yet", fix="leave it at 1")
-    ep = fixed.get("ep", 1)
-    experts = analysis.experts.count if analysis.experts else 1
-    if experts % ep or cluster.world_size % ep:
-        possible = [d for d in divisors(cluster.world_size) if experts % d == 0]
-        fault = f"{ep} must divide {experts} experts and {cluster.world_size} devices"
-        fix = f"one of: {', '.join(map(str, possible))}"
-        raise InputError("--fix", field="ep", fault=fault, fix=fix)
+def _rejected(problem: Problem, table: Points, searched: Searched) -> dict[str, int]:
+    """Reason -> layouts left out of the space, and plans of it that do not fit."""
+    counts = dict(problem.space(problem.allow).rejected)
+    over = table.peak > problem.pricing.capacity
+    counts["needs more memory than the device has"] = int(over.sum()) + searched.too_large
+    unsafe = ~table.fits & ~over
+    counts["likely to run out of memory"] = int(unsafe.sum())
+    counts["cannot be faster, by a lower bound"] = searched.too_slow
+    return {reason: count for reason, count in sorted(counts.items()) if count}

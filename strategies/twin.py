@@ -7,9 +7,9 @@ from dataclasses import replace
 from analyzers.backends import Backend
 from analyzers.errors import InputError
 from analyzers.schema import ModelAnalysis
-from strategies import cost
 from strategies.cluster import flat_cluster
-from strategies.memory import Candidate, candidate_of
+from strategies.cost.routing import Routing
+from strategies.pricing import CostModel, predict, row_of
 from strategies.schema import Parallelism, Plan, Twin
 from strategies.space import divisors
 from strategies.workload import workload
@@ -43,14 +43,16 @@ def twin(plan: Plan, analysis: ModelAnalysis, world_size: int, backend: Backend)
         fault = f"must be > 0, found {world_size}"
         raise InputError("twin", field="world_size", fault=fault, fix="give the local ranks")
     if world_size == plan.world_size and backend.name == plan.backend:
-        kept, _ = _compare(plan, candidate_of(plan))
+        kept, _ = _compare(plan, plan)
         same = Twin(of_world_size=world_size, kept=kept, not_kept=["fewer steps than the job"])
         return replace(plan, twin=same)
 
     parallelism = _parallelism(plan.parallelism, analysis, world_size)
     longest = MAX_SEQUENCE_LENGTH.get(backend.device_type, plan.sequence_length)
-    candidate = replace(
-        candidate_of(plan),
+    small = replace(
+        plan,
+        world_size=world_size,
+        backend=backend.name,
         parallelism=parallelism,
         micro_batch_size=min(plan.micro_batch_size, MAX_MICRO_BATCH),
         sequence_length=min(plan.sequence_length, longest),
@@ -61,26 +63,27 @@ def twin(plan: Plan, analysis: ModelAnalysis, world_size: int, backend: Backend)
     )
     bw_gbps, latency_us = LOCAL_FABRIC.get(backend.device_type, DEFAULT_LOCAL_FABRIC)
     local = flat_cluster(plan.cluster, backend, world_size, bw_gbps=bw_gbps, latency_us=latency_us)
-    work = workload(analysis, plan.lora)
-    kept, not_kept = _compare(plan, candidate)
+    routing = Routing(plan.routing.exponent, tuple(plan.routing.loads))
+    work = workload(analysis, plan.lora, training=plan.training, routing=routing)
+    kept, not_kept = _compare(plan, small)
     if world_size != plan.world_size:
         not_kept.append(f"{world_size} devices instead of {plan.world_size}")
     if backend.name != plan.backend and plan.backend:
         not_kept.append(f"{backend.title} instead of {plan.backend}")
     return replace(
-        plan,
-        world_size=world_size,
-        backend=backend.name,
-        predicted=cost.predict(work, candidate, local),
+        small,
+        predicted=predict(work, local, small),
         alternatives=[],
         rejected={},
+        families={},
+        survey=[],
+        searched=None,
         explanation=[
             f"Twin of the plan for {plan.world_size} devices of {plan.cluster}; the links between "
             f"the local ranks are assumed, {bw_gbps:g} GB/s and {latency_us:g} us."
         ],
-        origins=cost.origins(work, candidate, local),
+        origins=CostModel(work, local).origins(row_of(small)),
         twin=Twin(of_world_size=plan.world_size, kept=kept, not_kept=not_kept),
-        **vars(candidate),
     )
 
 
@@ -105,11 +108,11 @@ def _expert_format(plan: Plan, backend: Backend) -> str:
     return "bf16" if plan.expert_weight_format == "fp32" else plan.expert_weight_format
 
 
-def _compare(plan: Plan, c: Candidate) -> tuple[list[str], list[str]]:
+def _compare(plan: Plan, small: Plan) -> tuple[list[str], list[str]]:
     """What is kept and what is not: one line for each property, in one of the two lists."""
     kept: list[str] = []
     not_kept: list[str] = []
-    p, q = plan.parallelism, c.parallelism
+    p, q = plan.parallelism, small.parallelism
     if p.ep == q.ep:
         kept.append(f"expert parallelism of {p.ep}")
     elif q.ep > 1:
@@ -129,7 +132,7 @@ def _compare(plan: Plan, c: Candidate) -> tuple[list[str], list[str]]:
     if p.dp_replicate > 1 and q.dp_replicate == 1:
         not_kept.append(f"one replica instead of {p.dp_replicate}")
     for name, title in TITLES.items():
-        before, after = getattr(plan, name), getattr(c, name)
+        before, after = getattr(plan, name), getattr(small, name)
         if before == after:
             kept.append(f"{title}: {after}")
         else:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
-from analyzers.schema import Block, ModelAnalysis, Part, Work
+from analyzers.schema import Block, ExpertBank, Linear, ModelAnalysis, Part, Work
+from strategies.cost.routing import BALANCED, Choice, Routing
 from strategies.schema import Lora
+
+Training = Literal["lora", "full"]
+Precision = Literal["bf16", "fp8", "mxfp8", "nvfp4"]
 
 PART_OF_TARGET = {
     "attention": "mixer",
@@ -17,6 +23,60 @@ PART_OF_TARGET = {
 BFLOAT16 = 2
 DEFAULT_CALLS = 40
 """Kernels of one layer's forward where the analysis lists no operators."""
+NOT_COMPUTED = ("vision", "embedding")
+"""Images are no part of a job, and a lookup is priced as nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """Bytes of one trained parameter on the rank that owns it."""
+
+    weight: float = 4.0
+    gradient: float = 4.0
+    optimizer: float = 8.0
+    """Moments, and a master copy where the weight is not one itself."""
+
+
+FLOAT32_STATE = State()
+"""PyTorch's FSDP2 with mixed precision: float32 weights, gradients and two moments."""
+MASTER_STATE = State(weight=2.0, gradient=4.0, optimizer=12.0)
+"""Megatron-Core's distributed optimizer: bfloat16 weights, float32 gradients, float32 master copy
+and moments."""
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """A matrix product of every token (or every visit of an expert) with a weight [in, out]."""
+
+    in_features: int
+    out_features: int
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.in_features * self.out_features
+
+    @property
+    def bytes(self) -> float:
+        """Activations read and written, bf16."""
+        return float(BFLOAT16 * (self.in_features + self.out_features))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartWork:
+    """One part of a layer split by what bounds it. FLOPs and bytes are of one token or document."""
+
+    name: str
+    parameters: int
+    visits: float
+    """How often a token passes the products: `top_k` for routed experts, else 1."""
+    gemms: tuple[Gemm, ...]
+    """Those that read one tensor are one product, as frameworks fuse them."""
+    core: Work
+    """Forward FLOPs that multiply no weight: attention and linear-attention cores."""
+    core_backward: Work
+    moved: Work
+    """Bytes of the forward operators that are no products."""
+    moved_backward: Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +86,23 @@ class Kind:
     name: str
     layers: int
     parts: tuple[Part, ...]
+    works: tuple[PartWork, ...]
     dense_parameters: int
     """Everything but the routed experts: sharded over fsdp."""
     routed_parameters: int
     """Sharded over ep, then efsdp."""
     saved_bytes: Work
-    """All activations kept for backward, bf16, those that adapters need included."""
+    """All activations kept for backward, bf16, those that training needs included."""
+    saved_routed: Work
+    """The share of `saved_bytes` that the routed experts keep."""
+    selective_bytes: Work
+    """Kept under selective recomputation: outputs of every second product and of attention
+    cores, as torchtitan's policy for single operators does."""
+    selective_routed: Work
+    """The share of `selective_bytes` that the routed experts keep."""
+    kv_width: int
+    """Elements of keys and values a token that context parallelism passes on; 0 without attention
+    over pairs."""
     dense_adapter: int
     """Parameters of the low-rank factors of linear layers: r * (in + out) each."""
     expert_adapter: int
@@ -45,13 +116,14 @@ class Kind:
 class Workload:
     kinds: tuple[Kind, ...]
     outer: tuple[Part, ...]
+    head: Gemm
     outer_parameters: int
     layers: int
     hidden_size: int
     vocab_size: int
     lora_rank: int
     calls: int
-    """Kernel launches of one forward pass."""
+    """Operator calls of one forward pass."""
     experts: int
     """0 for a dense model."""
     top_k: int
@@ -62,6 +134,25 @@ class Workload:
     shared_input_bytes: float
     """Kept per token once for all layers: what they hand on unchanged, such as the bank of block
     starts of attention residuals."""
+    training: Training = "lora"
+    precision: Precision = "bf16"
+    """Of the products of layers; attention cores, router and head stay in bf16."""
+    state: State = FLOAT32_STATE
+    """Of what is trained."""
+    routing: Routing = BALANCED
+    router_groups: int = 1
+    router_top_groups: int = 1
+    """A token chooses among the experts of so many of the router's groups."""
+
+    @property
+    def choice(self) -> Choice:
+        return Choice(
+            experts=self.experts,
+            top_k=self.top_k,
+            groups=self.router_groups,
+            top_groups=self.router_top_groups,
+            consecutive=self.routing.consecutive,
+        )
 
     @property
     def dense_parameters(self) -> int:
@@ -80,25 +171,43 @@ class Workload:
         return sum(k.layers * k.expert_adapter for k in self.kinds)
 
 
-def workload(analysis: ModelAnalysis, lora: Lora) -> Workload:
+def workload(
+    analysis: ModelAnalysis,
+    lora: Lora,
+    *,
+    training: Training = "lora",
+    precision: Precision = "bf16",
+    state: State = FLOAT32_STATE,
+    routing: Routing = BALANCED,
+) -> Workload:
+    """`lora` is ignored by full fine-tuning, which trains every parameter."""
     experts = analysis.experts
+    top_k = experts.top_k if experts else 0
+    router = experts.router if experts else None
     layers = sum(len(b.layers) for b in analysis.blocks)
     calls = sum(o.count for o in analysis.operators) or DEFAULT_CALLS * layers
     own, shared = _handed_on(analysis)
     return Workload(
-        kinds=tuple(_kind(b, lora, experts.top_k if experts else 0) for b in analysis.blocks),
+        kinds=tuple(_kind(b, lora, training, top_k, analysis.hidden_size) for b in analysis.blocks),
         outer=tuple(analysis.outer),
+        head=Gemm(analysis.hidden_size, analysis.vocab_size),
         outer_parameters=sum(p.parameters for p in analysis.outer),
         layers=layers,
         hidden_size=analysis.hidden_size,
         vocab_size=analysis.vocab_size,
-        lora_rank=lora.rank,
+        lora_rank=lora.rank if training == "lora" else 0,
         calls=calls,
         experts=experts.count if experts else 0,
-        top_k=experts.top_k if experts else 0,
+        top_k=top_k,
         expert_width=experts.hidden_size if experts else 0,
         layer_input_bytes=own,
         shared_input_bytes=shared,
+        training=training,
+        precision=precision,
+        state=state,
+        routing=routing,
+        router_groups=router.groups if router else 1,
+        router_top_groups=router.top_k_groups if router else 1,
     )
 
 
@@ -113,27 +222,132 @@ def _handed_on(analysis: ModelAnalysis) -> tuple[float, float]:
     return residual.carried_bytes_per_token, 0.0
 
 
-def _kind(block: Block, lora: Lora, top_k: int) -> Kind:
-    adapted = {PART_OF_TARGET[t] for t in lora.targets}
+def _kind(block: Block, lora: Lora, training: Training, top_k: int, hidden: int) -> Kind:
+    adapted = {PART_OF_TARGET[t] for t in lora.targets} if training == "lora" else set()
     dense = sum(x.in_features + x.out_features for x in block.linears if x.part in adapted)
     banks = block.banks if "routed_experts" in adapted else []
     one_expert = sum(bank.in_features + bank.out_features for bank in banks)
     all_experts = sum(bank.count * (bank.in_features + bank.out_features) for bank in banks)
     routed = sum(p.parameters for p in block.parts if p.name == "routed_experts")
-    inputs = [p.adapted_saved_bytes for p in block.parts if p.name in adapted]
+    trained = adapted if training == "lora" else {p.name for p in block.parts}
+    saved = {
+        p.name: p.saved_bytes + (p.adapted_saved_bytes if p.name in trained else Work())
+        for p in block.parts
+    }
     visited = sum(x.part in adapted for x in block.linears) + top_k * len(banks)
     ranks = Work(per_token=float(BFLOAT16 * lora.rank * visited))
+    works = tuple(_part_work(p, block.linears, block.banks, top_k, hidden) for p in block.parts)
+    works = (*works, _between(block, hidden))
+    selective = {
+        w.name: Work(per_token=min(_outputs(w), saved[w.name].per_token))
+        for w in works
+        if w.name in saved
+    }
+    attributes = block.mixer_attributes
+    pairs = any(p.flops.per_pair or p.flops.per_window for p in block.parts)
+    heads = int(attributes.get("kv_heads") or attributes.get("heads") or 0)
+    head_width = int(attributes.get("key_dim") or 0) + int(attributes.get("value_dim") or 0)
     return Kind(
         name=block.kind,
         layers=len(block.layers),
         parts=tuple(block.parts),
+        works=works,
         dense_parameters=sum(p.parameters for p in block.parts) - routed,
         routed_parameters=routed,
-        saved_bytes=sum((p.saved_bytes for p in block.parts), sum(inputs, ranks)),
+        saved_bytes=sum(saved.values(), ranks),
+        saved_routed=saved.get("routed_experts", Work()),
+        selective_bytes=sum(selective.values(), Work()),
+        selective_routed=selective.get("routed_experts", Work()),
+        kv_width=heads * head_width if pairs else 0,
         dense_adapter=lora.rank * dense,
         expert_adapter=lora.rank * all_experts,
         visited_width=dense + top_k * one_expert,
     )
+
+
+def _part_work(
+    part: Part, linears: Iterable[Linear], banks: Iterable[ExpertBank], top_k: int, hidden: int
+) -> PartWork:
+    """Splits a part's sums by its matrices: what they do not explain is a mixer's core, or products
+    of matrices that the analysis does not list."""
+    routed = part.name == "routed_experts"
+    visits = float(top_k) if routed else 1.0
+    own = banks if routed else [x for x in linears if x.part == part.name]
+    gemms = [Gemm(x.in_features, x.out_features) for x in own]
+    flops = visits * sum(g.flops for g in gemms)
+    if flops > part.flops.per_token * 1.001:  # e.g. choices that compute nothing
+        visits *= part.flops.per_token / flops
+        flops = part.flops.per_token
+    rest = max(part.flops.per_token - flops, 0.0)
+    core = Work()
+    if part.name == "mixer":
+        core = Work(per_token=rest, per_pair=part.flops.per_pair, per_window=part.flops.per_window)
+    elif rest > 0.001 * part.flops.per_token:
+        gemms.append(Gemm(hidden, max(round(rest / visits / 2 / hidden), 1)))
+        flops = part.flops.per_token
+    backward = part.backward.flops
+    moved = visits * sum(g.bytes for g in gemms)
+    return PartWork(
+        name=part.name,
+        parameters=part.parameters,
+        visits=visits,
+        gemms=_fused(gemms),
+        core=core,
+        core_backward=_less(backward, flops) if part.name == "mixer" else Work(),
+        moved=_less(part.bytes, moved),
+        moved_backward=_less(part.backward.bytes, moved),
+    )
+
+
+def _between(block: Block, hidden: int) -> PartWork:
+    """What lies between the operators, which the analysis counts in none: the residual sum behind
+    mixer and feed-forward (two reads, one write) and rotary positions (queries and keys read and
+    written). As much for the gradients."""
+    attributes = block.mixer_attributes
+    sums = sum(name != "none" for name in (block.mixer, block.feed_forward))
+    rotated = 0
+    if attributes.get("rope"):
+        heads = int(attributes.get("heads") or 0) + int(attributes.get("kv_heads") or 0)
+        rotated = heads * int(attributes.get("rope_dim") or attributes.get("key_dim") or 0)
+    moved = Work(per_token=float(BFLOAT16 * (3 * hidden * sums + 2 * rotated)))
+    return PartWork(
+        name="between",
+        parameters=0,
+        visits=1.0,
+        gemms=(),
+        core=Work(),
+        core_backward=Work(),
+        moved=moved,
+        moved_backward=moved,
+    )
+
+
+def _less(work: Work, per_token: float) -> Work:
+    return Work(
+        per_token=max(work.per_token - per_token, 0.0),
+        per_pair=work.per_pair,
+        per_window=work.per_window,
+    )
+
+
+def _fused(gemms: list[Gemm]) -> tuple[Gemm, ...]:
+    """Neighbours that read one tensor as one product; the part's last reads its own."""
+    made: list[Gemm] = []
+    for i, g in enumerate(gemms):
+        last = i == len(gemms) - 1
+        if made and made[-1].in_features == g.in_features and not last:
+            made[-1] = Gemm(g.in_features, made[-1].out_features + g.out_features)
+        else:
+            made.append(g)
+    return tuple(made)
+
+
+def _outputs(work: PartWork) -> float:
+    """Bytes a token of the outputs of every second product, and of the core before the last one."""
+    outputs = sum(g.out_features for g in work.gemms) / 2
+    if work.name == "mixer" and work.gemms:
+        outputs += work.gemms[-1].in_features
+    return BFLOAT16 * work.visits * outputs
 
 
 def packed_experts_of(analysis: ModelAnalysis) -> bool:

@@ -30,9 +30,10 @@ class KnownFault:
     triton: str
     """Version range, e.g. `>=3.6,<3.8`."""
     condition: dict[str, int | str]
-    """Values that together trigger it, e.g. `{"block_k": 32, "num_warps": 4}`: key channels of a
-    block, `chunk`, `num_warps`, `num_stages`, `gate` (kind of decay), `family` (kind of operator),
-    `kernel` (`prepare`, `recur`, `reverse`, `gradients`: its role in linear attention)."""
+    """Values that together trigger it, e.g. `{"block_k": 32, "num_warps": 4}`: tiled width `block`,
+    key channels of a block `block_k`, `chunk`, `num_warps`, `num_stages`, `gate` (kind of decay),
+    `family` (kind of operator), `kernel` (`prepare`, `recur`, `reverse`, `gradients`: its role in
+    linear attention)."""
     reason: str
 
 
@@ -58,6 +59,11 @@ class TritonTarget:
     input_precision: list[str] = field(default_factory=lambda: ["ieee", "tf32"])
     pointer_style: Literal["pointer", "block_pointer"] = "pointer"
     known_faults: list[KnownFault] = field(default_factory=list)
+
+    @property
+    def arch_name(self) -> str:
+        """As compilers call it: `sm_90`, `gfx942`."""
+        return f"sm_{self.arch}" if self.backend == "cuda" else str(self.arch)
 
     def fault(
         self, configuration: Mapping[str, int | str], triton: str | None = None
@@ -90,7 +96,10 @@ class Backend:
     memory_gbps: Fact
     """GB/s (1e9 bytes), read plus written."""
     matmul_tflops: dict[str, Fact]
-    """Achievable dense rate by dtype (`bfloat16`, `float32`)."""
+    """Achievable dense rate by dtype: `bfloat16`, `float32`, and `float8`, `mxfloat8`, `nvfloat4`
+    where the device multiplies them."""
+    processors: Fact | None = None
+    """Units that the tiles of one matrix product are spread over: streaming multiprocessors."""
     launch_overhead_us: Fact
     training_dtype: Literal["bfloat16", "float32"]
     triton: TritonTarget | None
@@ -99,6 +108,31 @@ class Backend:
     native: dict[str, str]
     """Operator name -> what serves it natively there."""
     notes: list[str] = field(default_factory=list)
+
+
+@document
+class Link:
+    """How one device is joined to others; rates in one direction for each device."""
+
+    kind: Literal["switch", "clos", "fullmesh"]
+    gbps: Fact
+    """GB/s (1e9), all links of the device together."""
+    link_gbps: Fact | None = None
+    """Of one of the links, where they can be counted."""
+    latency_us: Fact
+    efficiency: Fact
+    """Share of the nominal rate that collectives reach."""
+
+
+@document
+class Links:
+    """The usual machine around a device: what an imported topology does not say of it."""
+
+    devices_per_node: int
+    domain: int
+    """Devices that the scale-up fabric can join."""
+    scale_up: Link
+    scale_out: Link
 
 
 def backend_names() -> list[str]:
@@ -111,10 +145,24 @@ def backend_names() -> list[str]:
 @functools.cache
 def load_backend(name: str) -> Backend:
     """The backend of that name. Raises InputError that lists the known ones."""
+    data = {key: value for key, value in _read(name).items() if key != "links"}
+    return from_data(Backend, data, f"analyzers/backends/{name}.yaml")
+
+
+@functools.cache
+def load_links(name: str) -> Links | None:
+    """How that backend's devices are joined; None where its file does not say. No part of the
+    `Backend`: generated kernels do not depend on it. Raises InputError as `load_backend`."""
+    data = _read(name).get("links")
+    where = f"analyzers/backends/{name}.yaml"
+    return None if data is None else from_data(Links, data, where)
+
+
+def _read(name: str) -> dict:
     import yaml
 
     if name not in backend_names():
         known = ", ".join(backend_names())
         raise InputError("backend", fault=f"'{name}' is not known", fix=f"one of: {known}")
     text = (resources.files("analyzers.backends") / f"{name}.yaml").read_text(encoding="utf-8")
-    return from_data(Backend, yaml.safe_load(text), f"analyzers/backends/{name}.yaml")
+    return yaml.safe_load(text)

@@ -10,9 +10,15 @@ from dataclasses import dataclass, field, replace
 from importlib import metadata
 
 from analyzers.backends import Backend, TritonTarget
-from codegen.family import Launch, Spec, Tile, power_of_two
+from analyzers.errors import InputError
+from codegen.family import Footprint, Launch, Spec, Tile, power_of_two
 
 BLOCKS = (16, 32, 64, 128, 256)
+PART = 64
+"""Value channels that the gradients take at a time where all is held in one buffer."""
+BUFFER_SHARE = 0.8
+"""Of a buffer, what kernels may plan with: the rest is the compiler's (the rule of Liger-Kernel and
+flash-linear-attention for Ascend's unified buffer)."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -70,6 +76,8 @@ class Space:
             "value_dim": power_of_two(self.value_dim),
         }
         width = sizes[footprint.tiles]
+        if in_one_buffer(self.backend):
+            return self._beyond_buffer(footprint, sizes)
         threads = launch.num_warps * target.warp_size
         if launch.block < target.min_dot:
             return f"a block of {launch.block} is too narrow for a dot"
@@ -90,12 +98,27 @@ class Space:
             return f"{needed} bytes of shared memory, {target.shared_memory_bytes} are there"
         return None
 
+    def _beyond_buffer(self, footprint: Footprint, sizes: dict[str, int]) -> str | None:
+        """Where there are no registers and no stages: all is in one buffer, and what a step loads
+        is there twice, for this step and for the next."""
+        sizes = sizes | {"part": min(PART, sizes["value_dim"])}
+        loaded = [*footprint.staged, *(footprint.staged_by_delta if self.spec.delta else [])]
+        needed = 2 * ITEM_BYTES[self.dtype] * sum(sizes[a] * sizes[b] for a, b in loaded)
+        needed += 4 * sum(count * sizes[a] * sizes[b] for count, a, b in footprint.buffered)
+        room = int(BUFFER_SHARE * self.target.shared_memory_bytes)
+        if needed > room:
+            return f"{needed} bytes in blocks of {sizes['block']}, {room} of the buffer are there"
+        return None
+
     def fitted(self, kernel: str, launch: Launch, chunk: int) -> Launch:
-        """With a block no wider than what it cuts, and no more stages than fit; with the nearest
-        number of warps that is right where the compiler is known to get that wrong."""
+        """With a block no wider than what it cuts, no more stages than fit, and warps that are
+        right for both."""
         launch = clipped(self.spec, kernel, launch, self.key_dim, self.value_dim)
         while launch.num_stages > 1 and self._beyond_limits(kernel, launch, chunk):
             launch = replace(launch, num_stages=launch.num_stages - 1)
+        if in_one_buffer(self.backend):
+            while launch.block > self.target.min_dot and self._beyond_limits(kernel, launch, chunk):
+                launch = replace(launch, block=launch.block // 2)
         return self.spec.sound(self.backend, kernel, launch, chunk, self.key_dim)
 
     def launches(self, kernel: str, base: Launch, chunk: int) -> tuple[list[Launch], Counter[str]]:
@@ -193,3 +216,37 @@ def describe_launches(launches: Mapping[str, Launch]) -> str:
         f"{kernel.lstrip('_')} {x.block}/{x.num_warps}/{x.num_stages}"
         for kernel, x in launches.items()
     )
+
+
+def in_one_buffer(backend: Backend) -> bool:
+    """A device without warps holds all that a program works on in one buffer."""
+    return backend.triton is not None and not backend.triton.num_warps
+
+
+def buffered_tile(spec: Spec, backend: Backend, key_dim: int, value_dim: int) -> Tile:
+    """The family's tile on a device that holds all in one buffer: in the longest chunks whose
+    kernels fit. Raises InputError, with the kernel that is too large, where none do."""
+    tile = spec.tile(backend, key_dim)
+    fault = None
+    chunk = tile.chunk
+    while chunk >= 16:
+        fault = _beyond(spec, backend, key_dim, value_dim, replace(tile, chunk=chunk))
+        if fault is None:
+            return replace(tile, chunk=chunk)
+        chunk //= 2
+    raise InputError(
+        f"kernel {spec.operator}",
+        field=f"key_dim {key_dim}, value_dim {value_dim}",
+        fault=f"does not fit {backend.title}: {fault}",
+        fix="narrower heads, or a backend with a larger buffer",
+    )
+
+
+def _beyond(spec: Spec, backend: Backend, key_dim: int, value_dim: int, tile: Tile) -> str | None:
+    for dtype in spec.dtypes:
+        space = Space(spec=spec, backend=backend, key_dim=key_dim, value_dim=value_dim, dtype=dtype)
+        for kernel, launch in tile.launches.items():
+            launch = space.fitted(kernel, launch, tile.chunk)
+            if fault := space._beyond_limits(kernel, launch, tile.chunk):
+                return f"{kernel} in {dtype}, chunks of {tile.chunk}, needs {fault}"
+    return None

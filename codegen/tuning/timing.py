@@ -48,6 +48,9 @@ class Recorded:
 
         return launch
 
+    def warmup(self, *args, **options):
+        return self.kernel.warmup(*args, **options)
+
     def replay(self) -> None:
         for grid, args, options in self.launches:
             self.kernel[grid](*args, **options)

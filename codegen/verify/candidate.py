@@ -37,6 +37,8 @@ class Poison:
 
     def guarded(self, shape, dtype, device) -> torch.Tensor:
         shape = torch.Size(shape)
+        if torch.device(device).type == "meta":  # a kernel is compiled for it, nothing is written
+            return self.empty(shape, dtype=dtype, device=device)
         count = shape.numel()
         whole = self.empty(count + 2 * GUARD, dtype=dtype, device=device)
         whole.fill_(self.value if dtype.is_floating_point else -7)

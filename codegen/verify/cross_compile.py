@@ -135,7 +135,7 @@ def main(request_path: str, answers: str) -> None:
             for dtype, name, *launch in launches:
                 if dtype not in target["dtypes"]:
                     continue
-                line = {"target": target["name"], "dtype": dtype, "kernel": name}
+                line = {"target": target["name"], "dtype": dtype, "kernel": name, **launch[1]}
                 try:
                     line |= compile_one(target, *launch)
                 except Exception as e:

@@ -203,39 +203,79 @@ def compile_for(subject: Subject, backend: Backend) -> list[Gate]:
     """One gate per target: every kernel of the module compiles and keeps the device's limits."""
     targets: list[dict] = [{**target, "dtypes": ["bfloat16"]} for target in OTHER_TARGETS]
     targets[0]["dtypes"] = subject.dtypes
-    if backend.triton:
-        t = backend.triton
-        name = f"sm_{t.arch}" if t.backend == "cuda" else str(t.arch)
-        own = {"name": name, "backend": t.backend, "arch": t.arch, "warp_size": t.warp_size}
-        targets = [own | {"shared": t.shared_memory_bytes, "dtypes": subject.dtypes}]
+    gates = []
+    if backend.triton and backend.triton.backend == "npu":
+        # Its compiler is not part of Triton: the text keeps its rules, and another accepts it.
+        gates = [_rules_gate(subject, backend)]
+        targets = [targets[0] | {"dtypes": ["bfloat16"]}]
+    elif backend.triton:
+        targets = [target_of(backend) | {"dtypes": subject.dtypes}]
+    launches, lines, fault = compiled(subject, targets)
+    return gates + [_compile_gate(target, lines, launches, fault) for target in targets]
+
+
+def _rules_gate(subject: Subject, backend: Backend) -> Gate:
+    from codegen.verify.rules import broken_rules
+
+    assert backend.triton is not None
+    broken = broken_rules(subject.module.read_text(encoding="utf-8"), backend.triton)
+    return Gate(
+        name="keeps the backend's rules",
+        passed=not broken,
+        ran_on=f"rules:{backend.name}",
+        detail="; ".join(broken[:5])
+        or "launch options, programs of a launch, blocks in place of masks, functions",
+    )
+
+
+def target_of(backend: Backend) -> dict:
+    """The backend's compiler target and its limit, in the words of `OTHER_TARGETS`."""
+    t = backend.triton
+    assert t is not None
+    own = {"name": t.arch_name, "backend": t.backend, "arch": t.arch, "warp_size": t.warp_size}
+    return own | {"shared": t.shared_memory_bytes}
+
+
+def compiled(
+    subject: Subject, targets: list[dict], seconds: float = COMPILE_SECONDS
+) -> tuple[dict[str, int], list[dict], str]:
+    """Compiles every launch of the module for each target, in the target's `dtypes`.
+
+    Returns how many launches each dtype has, what the compiler said of each (a line of
+    `cross_compile.compile_one`, which `fault_of` judges), and how the process ended if it ended
+    early: a kernel that takes longer than so many `seconds` ends it.
+    """
     request = {"module": str(subject.module), "shape": subject.shape, "targets": targets}
     with tempfile.TemporaryDirectory() as folder:
         asked, answers = Path(folder) / "request.json", Path(folder) / "answers"
         answers.mkdir()
         asked.write_text(json.dumps(request | {"dtypes": subject.dtypes}), encoding="utf-8")
         command = [sys.executable, "-m", "codegen.verify.cross_compile", str(asked), str(answers)]
-        fault = run_alone(command, False, answers, COMPILE_SECONDS)
+        fault = run_alone(command, False, answers, seconds)
         said = answers / "lines.jsonl"
         text = said.read_text(encoding="utf-8") if said.exists() else ""
     # A process that was killed leaves its last line unfinished.
     lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    launches = lines[0]["launches"] if lines else {}
-    return [_compile_gate(target, lines[1:], launches, fault) for target in targets]
+    return (lines[0]["launches"] if lines else {}), lines[1:], fault
+
+
+def fault_of(line: dict, target: dict) -> str | None:
+    """Why a kernel cannot run on the target, or None."""
+    if "error" in line:
+        return line["error"]
+    if line["shared"] > target["shared"]:
+        return f"{line['shared']} bytes of shared memory"
+    if line["tensor_memory"] > TENSOR_MEMORY_COLUMNS or line["traps"]:
+        return f"{line['tensor_memory']} columns of tensor memory"
+    return None
 
 
 def _compile_gate(target: dict, lines: list[dict], launches: dict, fault: str) -> Gate:
     """`launches` counts the distinct launches by dtype."""
     expected = sum(launches.get(dtype, 0) for dtype in target["dtypes"])
     mine = [line for line in lines if line["target"] == target["name"]]
-    faults = []
-    for line in mine:
-        name = f"{line['kernel']} {line['dtype']}"
-        if "error" in line:
-            faults.append(f"{name}: {line['error']}")
-        elif line["shared"] > target["shared"]:
-            faults.append(f"{name}: {line['shared']} bytes of shared memory")
-        elif line["tensor_memory"] > TENSOR_MEMORY_COLUMNS or line["traps"]:
-            faults.append(f"{name}: {line['tensor_memory']} columns of tensor memory")
+    found = [(line, fault_of(line, target)) for line in mine]
+    faults = [f"{line['kernel']} {line['dtype']}: {why}" for line, why in found if why]
     if not expected or len(mine) < expected:
         faults.append(f"{len(mine)} of {expected} kernels compiled; {fault or 'compiler ended'}")
     shared = max((line.get("shared", 0) for line in mine), default=0)

@@ -2,9 +2,13 @@
 
     python -m codegen.verify.table KERNELS/manifest.json...                 of proofs made before
     python -m codegen.verify.table --prove kda gla --widths 128x128 --backend h200 [--jobs 8]
+        [--dtypes bfloat16] [--interpret] [--output DIR]
 
 A row is one output of one kernel in one dtype, over all cases, in the case that comes closest to
-its limit. Exits with status 4 when a gate of the new proofs failed.
+its limit. New proofs run on the backend's device where it is here, with --interpret in Triton's
+interpreter, else on the plain torch form. --output writes `kernel_errors.json` with the rows and
+`kernel_errors.md`, a line a kernel and dtype. Exits with status 4 when a gate of the new proofs
+failed.
 """
 
 from __future__ import annotations
@@ -68,8 +72,31 @@ def markdown(table: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def prove(operator: str, widths: tuple[int, int], backend_name: str) -> list[Gate]:
-    """Renders a kernel and proves it on the backend's device where it is here, else on the CPU."""
+def summary(table: list[Row]) -> str:
+    """Markdown: a line a kernel and dtype, an output a column: its error, and torch's."""
+    outputs = list(dict.fromkeys(r.output for r in table))
+    cells = {
+        (r.kernel, r.ran_on, r.dtype, r.output): f"{r.error:.1e} ({r.torch:.1e})" for r in table
+    }
+    lines = [
+        "| kernel | ran on | dtype | " + " | ".join(outputs) + " |",
+        "|---|---|---|" + "---|" * len(outputs),
+    ]
+    for line in dict.fromkeys((r.kernel, r.ran_on, r.dtype) for r in table):
+        found = (cells.get((*line, output), "") for output in outputs)
+        lines.append("| " + " | ".join([*line, *found]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def prove(
+    operator: str,
+    widths: tuple[int, int],
+    backend_name: str,
+    dtypes: list[str] | None = None,
+    interpret: bool = False,
+) -> list[Gate]:
+    """Renders a kernel and proves it on the backend's device where it is here, else on the CPU;
+    or in the interpreter."""
     from analyzers.backends import load_backend
     from codegen.build import subject_of
     from codegen.family import load_specs
@@ -78,16 +105,17 @@ def prove(operator: str, widths: tuple[int, int], backend_name: str) -> list[Gat
 
     spec, backend = load_specs()[operator], load_backend(backend_name)
     rendered = render(spec, backend, {"key_dim": widths[0], "value_dim": widths[1]})
-    device = device_of(backend)
+    device = None if interpret else device_of(backend)
+    stage = "interpreter" if interpret else "device" if device else "cpu"
     with tempfile.TemporaryDirectory() as folder:
         for name, text in rendered.files.items():
             Path(folder, name).write_text(text, encoding="utf-8")
         subject = subject_of(rendered, spec, Path(folder))
-        return run_on(subject, "device" if device else "cpu", device)
+        return run_on(subject, stage, device, dtypes=dtypes)
 
 
 def main(arguments: list[str]) -> int:
-    from analyzers.documents import read_document
+    from analyzers.documents import read_document, write_text
 
     parser = argparse.ArgumentParser(prog="python -m codegen.verify.table", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -96,6 +124,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--widths", nargs="+", default=["128x128"], metavar="KxV")
     parser.add_argument("--backend", default="h200")
     parser.add_argument("--jobs", type=int, default=1, help="kernels proved at a time")
+    parser.add_argument("--dtypes", nargs="+", help="all of the kernel's")
+    parser.add_argument("--interpret", action="store_true", help="prove in Triton's interpreter")
+    parser.add_argument("--output", type=Path, help="folder of kernel_errors.json and .md")
     parser.add_argument("--json", action="store_true", help="JSON instead of markdown")
     given = parser.parse_args(arguments)
     proofs: dict[str, list[Gate]] = {}
@@ -107,15 +138,18 @@ def main(arguments: list[str]) -> int:
     def one(pair: tuple[str, str]) -> tuple[str, list[Gate]]:
         operator, size = pair
         key_dim, value_dim = map(int, size.split("x"))
-        return " ".join(pair), prove(operator, (key_dim, value_dim), given.backend)
+        sizes = key_dim, value_dim
+        gates = prove(operator, sizes, given.backend, given.dtypes, given.interpret)
+        return " ".join(pair), gates
 
     with ThreadPoolExecutor(given.jobs) as pool:
         proofs |= dict(pool.map(one, wanted))
     table = [row for kernel, gates in proofs.items() for row in rows(kernel, gates)]
-    text = (
-        json.dumps([asdict(r) for r in table], indent=1) + "\n" if given.json else markdown(table)
-    )
-    sys.stdout.write(text)
+    data = json.dumps([asdict(r) for r in table], indent=1) + "\n"
+    if given.output:
+        write_text(given.output / "kernel_errors.json", data)
+        write_text(given.output / "kernel_errors.md", summary(table))
+    sys.stdout.write(data if given.json else markdown(table))
     failed = [(k, gate) for k, gates in proofs.items() for gate in gates if not gate.passed]
     for kernel, gate in failed:
         print(f"{kernel}: {gate.name} on {gate.ran_on}: {gate.detail}", file=sys.stderr)

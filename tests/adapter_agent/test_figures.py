@@ -5,7 +5,7 @@ import pytest
 from adapter_agent import figures
 
 SVG = [
-    figures.stacked_bar({"a": 1.0, "b": 3.0}, whole=8.0, unit="GiB", label="memory", rest="free"),
+    figures.stacked_bar({"a": 1.0, "b": 3.0}, unit="GiB", label="memory"),
     figures.line_chart([1, 2, 3], [3.0, 2.0, 1.0], x_label="step", y_label="loss", label="loss"),
     figures.heat_map({"moe 0": [1, 2], "moe 1": [0, 0]}, column="expert", label="experts"),
     figures.layer_strip([("kda", "dense"), ("mla", "moe")], label="layers"),
@@ -25,15 +25,8 @@ def test_a_stacked_bar_is_cut_in_proportion():
     root = ET.fromstring(SVG[0])
     bar = [r for r in root.iter("rect") if r.get("height") == "34.00"]
     starts = [float(r.get("x", "nan")) / figures.WIDTH for r in bar]
-    assert starts == pytest.approx([0, 1 / 8, 4 / 8], abs=1e-3)
-    assert [r.findtext("title") for r in bar][-1] == "free: 4 GiB"
-
-
-def test_a_bar_that_is_over_full_stays_inside_the_picture():
-    svg = figures.stacked_bar({"a": 9.0, "b": 3.0}, whole=8.0, unit="GiB", label="m", rest="free")
-    for r in ET.fromstring(svg).iter("rect"):
-        assert float(r.get("x", "nan")) + float(r.get("width", "nan")) <= figures.WIDTH + 0.01
-    assert "free" not in svg
+    assert starts == pytest.approx([0, 1 / 4], abs=1e-3)
+    assert [r.findtext("title") for r in bar] == ["a: 1 GiB (25.0%)", "b: 3 GiB (75.0%)"]
 
 
 def test_a_falling_loss_is_drawn_falling_and_a_nan_is_left_out():
@@ -53,7 +46,7 @@ def test_a_wide_heat_map_sums_neighbours():
 
 
 def test_names_are_escaped():
-    svg = figures.stacked_bar({"<script>": 1.0}, whole=1.0, unit='"', label='a"b<c>')
+    svg = figures.stacked_bar({"<script>": 1.0}, unit='"', label='a"b<c>')
     assert "<script>" not in svg
     ET.fromstring(svg)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from analyzers.backends import backend_names, load_backend
+from analyzers.backends import backend_names, load_backend, load_links
 from analyzers.errors import InputError
 
 
@@ -20,6 +20,32 @@ def test_every_figure_has_a_source(name):
     assert all(fact.value > 0 and len(fact.source) > 10 for fact in facts)
     assert backend.training_dtype in backend.matmul_tflops
     assert backend.reserved_gib.value < backend.memory_gib.value
+
+
+@pytest.mark.parametrize("name", backend_names())
+def test_links_have_sources_and_a_network_slower_than_the_devices_own(name):
+    links = load_links(name)
+    if links is None:
+        assert load_backend(name).device_type == "cpu"
+        return
+    for link in (links.scale_up, links.scale_out):
+        facts = [link.gbps, link.latency_us, link.efficiency]
+        facts += [link.link_gbps] if link.link_gbps else []
+        assert all(fact.value > 0 and len(fact.source) > 5 for fact in facts)
+        assert link.efficiency.value <= 1
+    assert links.scale_out.gbps.value < links.scale_up.gbps.value
+    assert links.domain % links.devices_per_node == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "one"),
+    # Links of a device and GB/s of each one way, by data sheet: NVLink 3, 4, 5; Infinity Fabric.
+    [("a100", 12, 25), ("h100", 18, 25), ("h200", 18, 25), ("b200", 18, 50), ("mi300x", 7, 64)],
+)
+def test_links_add_up_to_what_data_sheets_say(name, count, one):
+    link = load_links(name).scale_up
+    assert link.link_gbps.value == one
+    assert link.gbps.value == count * one
 
 
 def test_unknown_backend_lists_the_known():

@@ -34,7 +34,7 @@ def fla(monkeypatch):
 
 
 @pytest.mark.parametrize("member", ["kda", "gated_delta_rule"])
-@pytest.mark.parametrize("backend", ["cpu", "h200"])
+@pytest.mark.parametrize("backend", ["cpu", "h200", "ascend-910c"])
 def test_linear_attention_is_generated_where_nothing_serves_it(member, backend, monkeypatch):
     monkeypatch.setattr(mapper.importlib.util, "find_spec", lambda name: None)
     (choice,) = choose(backend, operator(member))
@@ -94,6 +94,8 @@ def test_a_shape_outside_the_family_falls_back_to_transformers(monkeypatch):
 @pytest.mark.parametrize("member", ["kda", "gated_delta_rule"])
 def test_a_target_that_the_template_is_not_written_for_is_not_promised(member, monkeypatch):
     monkeypatch.setattr(mapper.importlib.util, "find_spec", lambda name: None)
+    narrower = dataclasses.replace(find_spec(member), targets=["cuda", "hip"])
+    monkeypatch.setattr(mapper, "find_spec", lambda name: narrower)
     (choice,) = choose("ascend-910c", operator(member))
     assert (choice.decision, choice.provider) == ("native", "transformers")
     assert "not npu" in choice.reason

@@ -119,8 +119,8 @@ MUTATIONS = [
     ),
     change(
         "initial state's gradient never written",
-        "    tl.store(dh0_ptr",
-        "    if n < 0:\n        tl.store(dh0_ptr",
+        "    _store(dh0_ptr",
+        "    if n < 0:\n        _store(dh0_ptr",
         "one token",
     ),
     change(
@@ -134,8 +134,8 @@ MUTATIONS = [
     ),
     change(
         "sign of the gate's gradient",
-        "tl.store(dg_ptr + block * tokens * HV + at + r * HV, dg,",
-        "tl.store(dg_ptr + block * tokens * HV + at + r * HV, -dg,",
+        "_store_row(dg_ptr + block * tokens * HV + at, dg,",
+        "_store_row(dg_ptr + block * tokens * HV + at, -dg,",
         "one token",
     ),
     change(
@@ -152,14 +152,14 @@ MUTATIONS = [
     ),
     change(
         "half of beta's gradient",
-        "tl.store(dbeta_ptr + at + r * HV, dbeta",
-        "tl.store(dbeta_ptr + at + r * HV, 0.5 * dbeta",
+        "_store_row(dbeta_ptr + at, dbeta",
+        "_store_row(dbeta_ptr + at, 0.5 * dbeta",
         "one token",
     ),
     change(
         "gradient of the gate's bias forgotten",
-        "tl.store(ddt_bias_ptr + pid * K + col, tl.sum(dg, 0)",
-        "tl.store(ddt_bias_ptr + pid * K + col, 0 * tl.sum(dg, 0)",
+        "_store_row(ddt_bias_ptr + pid * K + block * BK, tl.sum(dg, 0)",
+        "_store_row(ddt_bias_ptr + pid * K + block * BK, 0 * tl.sum(dg, 0)",
         "raw gates",
         member="kda",
     ),
@@ -186,15 +186,15 @@ MUTATIONS = [
     ),
     change(
         "strong gates left to the usual pass",
-        BOTH + "_prepare[",
-        BOTH.replace("_passes(q.dtype, gate)", "(False,)") + "_prepare[",
+        BOTH + "_run(\n                _prepare,",
+        BOTH.replace("_passes(q.dtype, gate)", "(False,)") + "_run(\n                _prepare,",
         "hard resets",
         member="kda",
     ),
     change(
         "gradients of strong gates left to the usual pass",
-        BOTH + "_gradients[",
-        BOTH.replace("_passes(q.dtype, gate)", "(False,)") + "_gradients[",
+        BOTH + "_run(\n                _gradients,",
+        BOTH.replace("_passes(q.dtype, gate)", "(False,)") + "_run(\n                _gradients,",
         "hard resets",
         member="kda",
     ),

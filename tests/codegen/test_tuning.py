@@ -153,7 +153,7 @@ def test_shared_memory_bounds_the_stages():
 
 
 @pytest.mark.parametrize("widths", [(16, 16), (64, 128), (128, 128), (256, 64), (256, 512)])
-@pytest.mark.parametrize("backend", ["h100", "h200", "b200", "gb200", "mi300x"])
+@pytest.mark.parametrize("backend", ["a100", "h100", "h200", "b200", "gb300", "mi300x"])
 @pytest.mark.parametrize("member", load_specs())
 def test_the_familys_own_launches_fit_in_every_dtype(member, backend, widths):
     spec, device = load_specs()[member], load_backend(backend)
@@ -192,6 +192,18 @@ def test_stages_are_given_up_one_by_one_where_shared_memory_ends():
     assert wide.fitted("_recur", pipelined, 64).num_stages == 1  # 139 264
     narrow = space("gated_delta_rule", key_dim=64, dtype="float32")
     assert narrow.fitted("_recur", pipelined, 64).num_stages == 2  # 90 112
+
+
+@pytest.mark.parametrize("member", ["kda", "gated_delta_rule", "delta_rule"])
+def test_walks_that_are_not_pipelined_on_hopper_take_eight_warps(member):
+    # triton#11366: with four warps and blocks of 32 they read invalid memory.
+    spec = load_specs()[member]
+    for width, wanted in ((128, 4), (256, 8)):
+        table = launch_table(spec, H200, width, 128, spec.tile(H200, width), None)["bfloat16"]
+        for kernel in ("_recur", "_reverse"):
+            ((_, found),) = table[kernel]
+            assert (found.block, found.num_warps) == (32, wanted)
+            assert (found.num_stages == 1) == (width == 256)
 
 
 def test_candidates_are_tens_and_nearest_first():
@@ -453,7 +465,11 @@ def test_the_widest_table_is_formatted(tmp_path):
     for n, c in enumerate(wide.classes):
         c.launches.update({k: launch(128, 8, 1 + n) for k in KERNELS})
     table = {"bfloat16": launch_rows(wide)}
-    text = _environment().get_template("linear_attention/launches.j2").render(launches=table)
+    text = (
+        _environment()
+        .get_template("linear_attention/launches.j2")
+        .render(launches=table, target="cuda")
+    )
     file = tmp_path / "launches.py"
     file.write_text(f"import torch\n\n{text}\n", encoding="utf-8")
     command = [sys.executable, "-m", "ruff", "format", "--check", "--line-length", "100", file]
@@ -546,7 +562,11 @@ def test_the_same_record_gives_the_same_bytes_and_its_hash_stands_in_the_header(
 def test_the_table_of_launches_picks_by_the_number_of_programs():
     many = record(programs=(8, 128))
     rows = {"float32": {"_recur": [(None, launch(16))]}, "bfloat16": launch_rows(many)}
-    text = _environment().get_template("linear_attention/launches.j2").render(launches=rows)
+    text = (
+        _environment()
+        .get_template("linear_attention/launches.j2")
+        .render(launches=rows, target="cuda")
+    )
     scope: dict = {"torch": torch}
     exec(text, scope)
     few, wide = (c.launches["_recur"] for c in many.classes)

@@ -4,7 +4,7 @@ import pytest
 
 from analyzers.errors import InputError
 from runtime.sharding import build_meshes
-from strategies.schema import Capacity, Parallelism
+from strategies.schema import Capacity, Mapping, Parallelism
 from tests.runtime.runs import plan_for
 
 
@@ -20,5 +20,19 @@ def test_an_axis_that_the_runtime_lacks_is_refused(axis):
 def test_capacity_and_packed_experts_are_refused():
     with pytest.raises(InputError, match=r"capacity.factor"):
         build_meshes(plan_for(2, capacity=Capacity(factor=1.25, overflow="drop")))
-    with pytest.raises(InputError, match=r"expert_weight_format"):
-        build_meshes(plan_for(2, expert_weight_format="mxfp4"))
+    for packed in ("mxfp4", "fp8"):
+        with pytest.raises(InputError, match=r"expert_weight_format"):
+            build_meshes(plan_for(2, expert_weight_format=packed))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("activation_checkpointing", "selective"),
+        ("offload_optimizer", True),
+        ("mapping", Mapping(shards_inside=True)),
+    ],
+)
+def test_a_setting_that_the_runtime_lacks_is_refused(key, value):
+    with pytest.raises(InputError, match=rf"plan.json: {key}"):
+        build_meshes(plan_for(2, **{key: value}))

@@ -72,13 +72,14 @@ def linears(**shapes):
     ]
 
 
-def block(kind, layers, parts, lines, expert_banks=()):
+def block(kind, layers, parts, lines, expert_banks=(), **attributes):
     mixer, feed_forward = kind.split("+")
     return Block(
         kind=kind,
         module_class="Layer",
         layers=layers,
         mixer=mixer,
+        mixer_attributes=attributes,
         feed_forward=feed_forward,
         parts=parts,
         linears=lines,
@@ -111,9 +112,9 @@ def make_k3() -> ModelAnalysis:
     kda_mixer, mla_mixer = mixer(kda_lines), mixer(mla_lines, 2.0 * 96 * (192 + 128))
     experts = banks(latent, inner, count)
     blocks = [
-        block("kda+dense", [0], [kda_mixer, dense], kda_lines),
-        block("kda+moe", [i for i in kda if i], [kda_mixer, *moe], kda_lines, experts),
-        block("mla+moe", mla, [mla_mixer, *moe], mla_lines, experts),
+        block("kda+dense", [0], [kda_mixer, dense], kda_lines, heads=96),
+        block("kda+moe", [i for i in kda if i], [kda_mixer, *moe], kda_lines, experts, heads=96),
+        block("mla+moe", mla, [mla_mixer, *moe], mla_lines, experts, heads=96, kv_heads=96),
     ]
     outer = [
         Part(name="embedding", parameters=vocab * hidden, flops=Work()),
@@ -170,13 +171,20 @@ def make_tiny(count=16, top_k=4, hidden=128, inner=48, layers=8, vocab=512) -> M
     mixer = part("mixer", 3 * hidden * 128, saved=2.0 * 10 * 128)
     moe = moe_parts(hidden, hidden, inner, count, top_k, inner)
     blocks = [
-        block("kda+dense", [0], [mixer, part("dense", 3 * hidden * 256, saved=1536.0)], lines),
+        block(
+            "kda+dense",
+            [0],
+            [mixer, part("dense", 3 * hidden * 256, saved=1536.0)],
+            lines,
+            heads=4,
+        ),
         block(
             "kda+moe",
             list(range(1, layers)),
             [mixer, *moe],
             lines,
             banks(hidden, inner, count),
+            heads=4,
         ),
     ]
     outer = [

@@ -1,0 +1,148 @@
+"""A plan, and the answers about plans, as they are shown in a terminal."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from adapter_agent.terminal import bar, new_table
+from adapter_agent.words import shape
+from strategies.answers import Answer, Degraded, EpCurve, windows_in_words
+
+if TYPE_CHECKING:
+    from strategies.schema import Alternative, Memory, Plan
+
+
+def picture(said: Any) -> RenderableType:
+    """Of whatever `adapt plan` found."""
+    if isinstance(said, Answer):
+        return picture_of_answer(said)
+    if isinstance(said, EpCurve):
+        return picture_of_ep_curve(said)
+    if isinstance(said, list):
+        return picture_of_degraded(said)
+    return picture_of_plan(said)
+
+
+def picture_of_plan(plan: Plan) -> RenderableType:
+    p = plan.predicted
+    idle = f", {plan.idle_devices} idle" if plan.idle_devices else ""
+    low, high = p.step_seconds_interval or (p.step_seconds, p.step_seconds)
+    head = Text.assemble(
+        (f"{shape(plan)} on {plan.world_size} devices of {plan.cluster}{idle}\n", "bold"),
+        f"micro-batch {plan.micro_batch_size} x {plan.sequence_length} tokens, "
+        f"{plan.gradient_accumulation} a step, recompute {plan.activation_checkpointing}, "
+        f"experts in {plan.expert_weight_format}, dispatch {plan.dispatcher}\n",
+        f"predicted {p.step_seconds:.3g} s a step ({low:.3g} to {high:.3g}), "
+        f"{p.tokens_per_second_per_device:.4g} tokens/s a device, lower bound "
+        f"{p.lower_bound_seconds:.3g} s (gap {p.optimality_gap:.0%}), "
+        f"out of memory {p.oom_probability:.0%}\n",
+    )
+    if plan.missing:
+        head.append(f"The runtime cannot run it: it lacks {', '.join(plan.missing)}.\n", "bold")
+    step = new_table(f"Step: {p.step_seconds:.4g} s", "part", ">ms", "")
+    for name, value in vars(p.step).items():
+        step.add_row(name, f"{1e3 * value:.4g}", bar(value, p.step_seconds))
+    pictures: list[RenderableType] = [head, _memory(plan), step]
+    if plan.alternatives:
+        pictures.append(_alternatives(plan.alternatives))
+    if plan.families:
+        lost = new_table("Not chosen", "family", "the limit that binds")
+        for family, limit in plan.families.items():
+            lost.add_row(family, limit)
+        pictures.append(lost)
+    lines = [*plan.explanation, *(f"rejected {n}: {why}" for why, n in plan.rejected.items())]
+    return Group(*pictures, *(Text(line) for line in lines))
+
+
+def packed_of(plan: Plan) -> Alternative | None:
+    """The alternative that differs by packed experts alone, where there is one."""
+    return next((a for a in plan.alternatives if a.missing == ["experts held packed"]), None)
+
+
+def _memory(plan: Plan) -> RenderableType:
+    """By part; beside it the plan with packed experts, where the checkpoint packs them."""
+    held, packed = plan.predicted.memory_gib, packed_of(plan)
+    other = packed.predicted.memory_gib if packed and packed.predicted else None
+    columns = ["part", f">{plan.expert_weight_format} GiB", ""]
+    if packed and other:
+        columns.append(f">{packed.settings.get('expert_weight_format', 'packed')} GiB")
+    made = new_table(f"Memory: {held.peak:.4g} of {held.capacity:.4g} GiB", *columns)
+    for name, value in _parts(held).items():
+        cells = [name, f"{value:.4g}", bar(value, held.capacity)]
+        made.add_row(*cells, *([f"{getattr(other, name):.4g}"] if other else []))
+    if other and packed:
+        made.add_row("peak", f"{held.peak:.4g}", "", f"{other.peak:.4g}")
+        step = plan.predicted.tokens_per_second_per_device
+        theirs = packed.predicted.tokens_per_second_per_device if packed.predicted else 0.0
+        made.add_row("tokens/s a device", f"{step:.4g}", "", f"{theirs:.4g}")
+    return made
+
+
+def _parts(memory: Memory) -> dict[str, float]:
+    return {k: v for k, v in asdict(memory).items() if k not in ("peak", "capacity")}
+
+
+def _alternatives(alternatives: list[Alternative]) -> RenderableType:
+    made = new_table(
+        "Alternatives", "plan", ">micro-batch", "recompute", ">s a step", ">GiB", "runs", "why"
+    )
+    for a in alternatives:
+        made.add_row(
+            shape(a),
+            str(a.micro_batch_size),
+            a.activation_checkpointing,
+            f"{a.step_seconds:.3g}",
+            f"{a.memory_gib:.4g}",
+            "yes" if a.runnable else "not yet",
+            a.why,
+        )
+    return made
+
+
+def picture_of_answer(answer: Answer) -> RenderableType:
+    lines = [
+        f"{answer.settings}: {answer.step_seconds:.3g} s a step, "
+        f"{answer.tokens_per_second_per_device:.4g} tokens/s a device, {answer.memory_gib:.4g} of "
+        f"{answer.capacity_gib:.4g} GiB",
+        f"limit: {answer.limit}",
+    ]
+    if answer.missing:
+        lines.append(f"the runtime cannot run it yet: it lacks {', '.join(answer.missing)}")
+    return Group(Text(f"{answer.value:,} {answer.unit}", "bold"), *map(Text, lines))
+
+
+def picture_of_ep_curve(curve: EpCurve) -> RenderableType:
+    eps = sorted({ep for row in curve.rows for ep in row.by_ep})
+    made = new_table("Seconds of a micro-batch", ">tokens a rank", *(f">EP {ep}" for ep in eps))
+    for row in curve.rows:
+        cells = []
+        for ep in eps:
+            cell = row.by_ep[ep]
+            text = f"{cell.seconds:.3g}" + ("" if cell.fits else " (memory)")
+            cells.append(Text(text, "bold" if ep == row.fastest else ""))
+        made.add_row(f"{row.tokens_per_rank:,}", *cells)
+    lines = [f"{w.assumed}: best is {windows_in_words(w.windows)}" for w in curve.windows]
+    last = (
+        f"up to {curve.fits_up_to:,} tokens a rank fit"
+        if curve.fits_up_to
+        else "no number of tokens fits"
+    )
+    return Group(Text(curve.kept), made, *map(Text, [*lines, last]))
+
+
+def picture_of_degraded(found: list[Degraded]) -> RenderableType:
+    made = new_table(
+        f"Links at {found[0].scale:.0%} of their rate",
+        "tier",
+        ">same plan",
+        ">planned anew",
+        "then",
+    )
+    for d in found:
+        then = d.settings if d.changed else "the same plan stays best"
+        made.add_row(d.tier, f"x{d.same_plan:.3f}", f"x{d.best_plan:.3f}", then)
+    return made

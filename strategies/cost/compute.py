@@ -1,0 +1,258 @@
+"""Seconds that a device computes for one micro-batch in one layer, by what bounds each operator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from analyzers.backends import Backend, Fact
+from analyzers.errors import InputError
+from analyzers.schema import Work
+from strategies.candidates import EXPERT_FORMATS, RECOMPUTATION, Candidates, Column
+from strategies.cost.columns import at, causal, distinct
+from strategies.cost.constants import Constants
+from strategies.cost.routing import device_overload, dropped_share
+
+if TYPE_CHECKING:
+    from strategies.workload import Gemm, Kind, PartWork, Precision, Workload
+
+PEAK_SHARE = {"matmul": 0.7, "memory": 0.85}
+"""Where only the vendor's peak is known. Achieved on H200: 690 of 989 TFLOPS, 4260 of 4800 GB/s."""
+EXPERT_BYTES = {"bf16": 2.0, "fp32": 4.0, "mxfp4": 0.53, "fp8": 1.0}
+"""Bytes per routed-expert parameter; MXFP4 is 4 bits and one scale byte for 32 values."""
+DTYPE_OF = {"bf16": "bfloat16", "fp8": "float8", "mxfp8": "mxfloat8", "nvfp4": "nvfloat4"}
+"""Key in a backend's `matmul_tflops`."""
+LINEAR_INTENSITY, LINEAR_INTENSITY_BACKWARD = 16.8, 12.0
+"""FLOPs of chunked linear attention in the time of a byte at the memory rate: small products whose
+intermediates travel, so that their rate goes with the memory's. Measured on an H200 at 4,260 GB/s
+(docs/kernels/linear-attention.md): KDA, 32 heads of 128, 8,192 tokens takes 0.66 ms forward for
+47 GFLOP and 2.61 ms backward for 133 GFLOP."""
+QUANTISED_BYTES = {"bf16": 0.0, "fp8": 10.0, "mxfp8": 5.0, "nvfp4": 5.5}
+"""At the full memory rate, what quantising one activation for both orientations takes. One
+orientation takes 9, 3.7 and 4.8 in measured products whose rate is 1 / (1 / peak + a / columns)
+(aiconfigurator-core 0.12.0, data/*/gemm: fp8 with a scale for the tensor, fp8_block, nvfp4); the
+second adds its writes."""
+WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1.03, "nvfp4": 0.56}
+"""Of a weight that a product reads."""
+TILE_ROWS, TILE_COLUMNS = 128, 256
+"""Of the output tile of one multiprocessor, as cuBLAS and CUTLASS choose for large products."""
+LOSS_BYTES = 14
+"""Moved for a token and vocabulary entry: logits written and read as bf16, float32 log-softmax
+written and read, gradient written."""
+NONE, SELECTIVE, FULL = (RECOMPUTATION.index(n) for n in ("none", "selective", "full"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What a device reaches; a vendor's peak is scaled by `PEAK_SHARE`."""
+
+    matmul: float
+    """FLOP/s of the products of layers, in the job's precision."""
+    bf16_matmul: float
+    """FLOP/s in the compute dtype: attention, router, head."""
+    bandwidth: float
+    """Bytes/s of device memory."""
+    launch: float
+    """Seconds a kernel launch."""
+    processors: int
+    """Multiprocessors that one product is spread over; 0 where unknown, so that no tail counts."""
+    dtype_bytes: int
+    """Of the compute dtype."""
+    origins: dict[str, str]
+
+
+def rates(device: Backend, precision: Precision = "bf16") -> Rates:
+    """Raises InputError when the backend gives no rate for the precision."""
+    compute = device.training_dtype
+    wanted = DTYPE_OF[precision] if compute == "bfloat16" else compute
+    for dtype in (compute, wanted):
+        if dtype not in device.matmul_tflops:
+            fault = f"gives no matmul rate for {dtype}"
+            fix = f"known: {', '.join(device.matmul_tflops)}"
+            raise InputError(f"backend {device.name}", field="matmul_tflops", fault=fault, fix=fix)
+
+    def achievable(fact: Fact, kind: str) -> float:
+        return fact.value * (PEAK_SHARE[kind] if fact.origin == "spec" else 1.0)
+
+    matmul = device.matmul_tflops[wanted]
+    return Rates(
+        matmul=achievable(matmul, "matmul") * 1e12,
+        bf16_matmul=achievable(device.matmul_tflops[compute], "matmul") * 1e12,
+        bandwidth=achievable(device.memory_gbps, "memory") * 1e9,
+        launch=device.launch_overhead_us.value * 1e-6,
+        processors=int(device.processors.value) if device.processors else 0,
+        dtype_bytes=2 if compute == "bfloat16" else 4,
+        origins={
+            "matmul": matmul.origin,
+            "memory_bandwidth": device.memory_gbps.origin,
+            "memory_capacity": device.memory_gib.origin,
+            "launch_overhead": device.launch_overhead_us.origin,
+        },
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """Seconds of one micro-batch in one layer, recomputation counted in backward."""
+
+    forward: Column
+    backward: Column
+    core: Column
+    """Of forward: attention over pairs, behind which keys and values are passed on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routed:
+    """Loads of routed experts relative to an even spread, one value a row."""
+
+    overload: Column
+    """Assignments that the fullest device takes over the mean of all that were made."""
+    dropped: Column
+    """Share of the assignments that no expert takes."""
+
+
+def routed(work: Workload, c: Candidates) -> Routed:
+    """Of every row, evaluated once for equal ones."""
+    few, at_rows = distinct(c, ("ep", "capacity_factor", "expert_copies", "reroute"))
+    experts, routing = max(work.experts, 1), work.routing
+    overload, dropped = [], []
+    for i in range(len(few)):
+        capacity, reroute = float(few.capacity_factor[i]), bool(few.reroute[i])
+        ep, spare = int(few.ep[i]), int(few.expert_copies[i])
+        overload.append(
+            device_overload(routing, experts, ep, capacity=capacity, reroute=reroute, spare=spare)
+        )
+        dropped.append(dropped_share(routing, experts, capacity, reroute))
+    return Routed(overload=np.array(overload)[at_rows], dropped=np.array(dropped)[at_rows])
+
+
+def block_passes(
+    kind: Kind, work: Workload, c: Candidates, known: Rates, k: Constants, load: Routed
+) -> Passes:
+    """Sums the parts of a layer; tensor parallelism divides each, expert parallelism none of the
+    products, because every rank brings its own tokens."""
+    forward = backward = again = core_seconds = np.zeros(len(c))
+    full = work.training == "full"
+    share = c.micro_batch_size / (c.cp * c.tp)
+    moved_rate = known.bandwidth * k.memory_share
+    for part in kind.works:
+        if part.name in ("vision", "embedding"):
+            continue
+        once, gradient = _products(part, work, c, known, k, load)
+        core = share * _core(part.core, c, known, k, LINEAR_INTENSITY)
+        core_back = share * _core(part.core_backward, c, known, k, LINEAR_INTENSITY_BACKWARD)
+        scale = share * known.dtype_bytes / 2 / moved_rate
+        moved = scale * at(part.moved, c.sequence_length)
+        moved_back = scale * at(part.moved_backward, c.sequence_length)
+        if part.name == "routed_experts":
+            moved, moved_back = moved * load.overload, moved_back * load.overload
+        forward = forward + once + core + moved
+        backward = backward + (once + gradient if full else once) + core_back + moved_back
+        again = again + moved + once / 2
+        if part.core.per_pair or part.core.per_window:
+            core_seconds = core_seconds + core
+    if work.lora_rank:
+        adapter = _adapters(kind, work, c, known, k)
+        forward, backward = forward + adapter, backward + 2 * adapter
+    packed = np.isin(c.expert_format, [EXPERT_FORMATS.index("mxfp4"), EXPERT_FORMATS.index("fp8")])
+    if kind.routed_parameters and packed.any() and not full:
+        stored = np.array([EXPERT_BYTES[f] for f in EXPERT_FORMATS])[c.expert_format]
+        unpack = kind.routed_parameters / c.ep * (stored + known.dtype_bytes) / moved_rate
+        unpack = np.where(packed, unpack, 0.0)
+        forward, backward = forward + unpack, backward + unpack
+    recomputed = np.where(c.recomputation == FULL, forward, 0.0)
+    recomputed = np.where(c.recomputation == SELECTIVE, again, recomputed)
+    return Passes(forward=forward, backward=backward + recomputed, core=core_seconds)
+
+
+def _core(work: Work, c: Candidates, known: Rates, k: Constants, intensity: float) -> Column:
+    """Seconds of one document: attention over pairs or windows, and linear attention by tokens."""
+    pairs = causal(replace(work, per_token=0.0), c.sequence_length)
+    tokens = work.per_token * c.sequence_length
+    attention = pairs / (known.bf16_matmul * k.attention_share)
+    return attention + tokens / (known.bandwidth * intensity)
+
+
+def _products(
+    part: PartWork, work: Workload, c: Candidates, known: Rates, k: Constants, load: Routed
+) -> tuple[Column, Column]:
+    """Forward seconds of a part's products (the gradient of their inputs takes as long), and those
+    of the gradients of the weights."""
+    tokens = c.tokens / c.tp
+    experts = part.name == "routed_experts"
+    narrow = part.name == "router"
+    rate = known.bf16_matmul if narrow else known.matmul
+    rate = rate * k.matmul_share
+    held, rows = 1.0, c.tokens
+    if experts:
+        rate = rate * k.grouped_matmul_share
+        held = work.experts / c.ep
+        rows = tokens * part.visits * load.overload
+    once = gradient = np.zeros(len(c))
+    for gemm in part.gemms:
+        columns = gemm.out_features if experts or narrow else gemm.out_features / c.tp
+        if narrow:
+            rows = tokens
+        o, g = _product(gemm, rows, columns, held, rate, known, work, c)
+        once, gradient = once + o, gradient + g
+    if work.precision != "bf16" and not narrow:
+        inputs = sum(g.in_features for g in part.gemms) * rows / (1.0 if experts else c.tp)
+        seconds = QUANTISED_BYTES[work.precision] * inputs / known.bandwidth
+        once = once + seconds
+    return once, gradient
+
+
+def _product(
+    gemm: Gemm,
+    rows: Column,
+    columns: Column | float,
+    held: Column | float,
+    rate: Column | float,
+    known: Rates,
+    work: Workload,
+    c: Candidates,
+) -> tuple[Column, Column]:
+    """The longer of arithmetic and memory traffic, forward and for the weights' gradients.
+
+    Arithmetic: tiles of `TILE_ROWS` x `TILE_COLUMNS`, so that each of the `held` experts fills half
+    a tile too much on average, and the last wave of tiles occupies the multiprocessors for half its
+    time. Without sharded parameters gradients of weights are added to sums of all micro-batches.
+    """
+    k_size = gemm.in_features
+    padded = rows + np.where(np.asarray(held) > 1, held * TILE_ROWS / 2, 0.0)
+    tail = 0.5 * known.processors * TILE_ROWS * TILE_COLUMNS * 2.0 / rate
+    arithmetic = 2.0 * padded * k_size * columns / rate
+    weights = held * k_size * columns
+    size = known.dtype_bytes
+    stored = WEIGHT_BYTES[work.precision] * size / 2
+    activations = rows * (k_size + columns) * size
+    memory = (weights * stored + activations) / known.bandwidth
+    once = np.maximum(arithmetic + tail * k_size, memory)
+    summed = np.where(c.shard_parameters, size, 2 * work.state.gradient) * weights
+    gradient = np.maximum(
+        arithmetic + tail * np.minimum(rows / held, k_size),
+        (activations + summed) / known.bandwidth,
+    )
+    return once, gradient
+
+
+def _adapters(kind: Kind, work: Workload, c: Candidates, known: Rates, k: Constants) -> Column:
+    """Forward seconds of a layer's adapters: `2 * rank * (in + out)` FLOPs a token, and `in + out`
+    activations read and written, which bind."""
+    width = c.tokens / c.tp * kind.visited_width
+    arithmetic = 2 * work.lora_rank * width / (known.bf16_matmul * k.matmul_share)
+    memory = known.dtype_bytes * width / (known.bandwidth * k.memory_share)
+    return np.maximum(arithmetic, memory)
+
+
+def head_seconds(work: Workload, c: Candidates, known: Rates, k: Constants) -> Column:
+    """Head and loss of one micro-batch, forward and backward, in the compute dtype."""
+    tokens = c.tokens
+    size = known.dtype_bytes / 2
+    rate = known.bf16_matmul * k.matmul_share
+    once = tokens * work.head.flops / c.tp / rate
+    products = 3 if work.training == "full" else 2
+    loss = tokens * work.vocab_size / c.tp * LOSS_BYTES * size / (known.bandwidth * k.memory_share)
+    return products * once + loss

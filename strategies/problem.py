@@ -1,0 +1,121 @@
+"""A model, a cluster and a job, checked: what every question to the planner starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
+
+from analyzers.errors import InputError
+from analyzers.schema import ModelAnalysis
+from strategies.cluster import Cluster
+from strategies.cost import Constants
+from strategies.cost.routing import Routing
+from strategies.pricing import CostModel
+from strategies.schema import Job, Parallelism
+from strategies.space import FEATURES, Model, Space, divisors, make_space, model_of
+from strategies.workload import PART_OF_TARGET, Workload, workload
+
+SKEW = ("capacity", "copies")
+"""Features that change nothing while routing is even: they are searched where it is not."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    model: Model
+    cluster: Cluster
+    job: Job
+    work: Workload
+    fixed: Mapping[str, int]
+    allow: frozenset[str]
+    longest: int | None
+    """Tokens that the model takes at most, where it says."""
+    constants: Constants | None = None
+    """Of the cost model; None for those that published runs fitted."""
+
+    @property
+    def pricing(self) -> CostModel:
+        return CostModel(self.work, self.cluster, self.constants)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Those that can matter to this model and job."""
+        even = not self.job.routing.exponent and not self.job.routing.loads
+        absent = {
+            "packed_experts": not self.model.packed_format
+            or self.cluster.device.training_dtype == "float32",
+            "mapping": len(self.cluster.tiers) == 1 or not self.model.experts,
+            "hierarchical": len(self.cluster.tiers) == 1 or not self.model.experts,
+            **dict.fromkeys(SKEW, even or not self.model.experts),
+        }
+        return tuple(f for f in FEATURES if not absent.get(f, False))
+
+    def space(self, allow: Collection[str] = (), require: str | None = None) -> Space:
+        useful = [f for f in allow if f in self.features]
+        return make_space(
+            self.model, self.cluster, self.job, fixed=self.fixed, allow=useful, require=require
+        )
+
+    def on(self, cluster: Cluster) -> Problem:
+        return replace(self, cluster=cluster)
+
+
+def make_problem(
+    analysis: ModelAnalysis,
+    cluster: Cluster,
+    job: Job,
+    fixed: Mapping[str, int] | None = None,
+    allow: Collection[str] = (),
+    constants: Constants | None = None,
+) -> Problem:
+    """`fixed` comes on top of what the job fixes. Raises InputError for what cannot be."""
+    fixed = {**job.fixed, **(fixed or {})}
+    routing = Routing(job.routing.exponent, tuple(job.routing.loads))
+    work = workload(analysis, job.lora, training=job.training, routing=routing)
+    if unknown := set(allow) - FEATURES.keys():
+        fault = f"{', '.join(sorted(unknown))}: nothing of that name is priced"
+        raise InputError("--allow", fault=fault, fix=f"one of: {', '.join(FEATURES)}, all")
+    _check_job(analysis, work, job)
+    model = model_of(analysis)
+    _check_fixed(model, cluster, fixed, allow)
+    longest = analysis.max_sequence_length
+    return Problem(model, cluster, job, work, fixed, frozenset(allow), longest, constants)
+
+
+def _check_job(analysis: ModelAnalysis, work: Workload, job: Job) -> None:
+    if job.lora.rank < 1:
+        fault = f"must be > 0, found {job.lora.rank}"
+        raise InputError("job", field="lora.rank", fault=fault, fix="--lora-rank N")
+    if job.training == "lora" and not work.dense_adapters + work.expert_adapters:
+        fault = f"{', '.join(job.lora.targets) or 'nothing'}: the model has no such layer to adapt"
+        fix = f"choose among {', '.join(PART_OF_TARGET)}"
+        raise InputError("job", field="lora.targets", fault=fault, fix=fix)
+    longest = analysis.max_sequence_length
+    if job.sequence_length < 1 or (longest and job.sequence_length > longest):
+        fault = f"{job.sequence_length} tokens; the model takes 1 to {longest or 'any number'}"
+        raise InputError("job", field="sequence_length", fault=fault, fix="--sequence-length N")
+    if job.global_batch_size is not None and job.global_batch_size < 1:
+        fault = f"must be > 0, found {job.global_batch_size}"
+        raise InputError("job", field="global_batch_size", fault=fault, fix="--global-batch-size N")
+
+
+def _check_fixed(
+    model: Model, cluster: Cluster, fixed: Mapping[str, int], allow: Collection[str]
+) -> None:
+    known = [f.name for f in fields(Parallelism)] + ["micro_batch_size"]
+    for key, value in fixed.items():
+        if key not in known:
+            fix = f"known: {', '.join(known)}"
+            raise InputError("--fix", field=key, fault="cannot be forced", fix=fix)
+        if value < 1:
+            raise InputError("--fix", field=key, fault=f"must be > 0, found {value}")
+        if key in FEATURES and value != 1 and key not in allow:
+            fault = f"the runtime cannot run {FEATURES[key]} yet"
+            fix = f"leave it at 1, or plan it all the same with --allow {key}"
+            raise InputError("--fix", field=key, fault=fault, fix=fix)
+    ep = fixed.get("ep", 1)
+    experts = model.experts or 1
+    if experts % ep or cluster.world_size % ep:
+        possible = [d for d in divisors(cluster.world_size) if experts % d == 0]
+        fault = f"{ep} must divide {experts} experts and {cluster.world_size} devices"
+        fix = f"one of: {', '.join(map(str, possible))}"
+        raise InputError("--fix", field="ep", fault=fault, fix=fix)

@@ -1,0 +1,71 @@
+"""The first call compiles every kernel of a step, side by side."""
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from codegen.load import import_file
+from tests.codegen.kernel_samples import write_kernel
+
+
+class Absent:
+    """A device that is compiled for and not here."""
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def absent(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(triton.runtime.driver, "_active", Absent())
+
+
+def compiled(module) -> dict[str, set]:
+    """By kernel, what Triton holds of it in memory."""
+    kernels = {n: f for n, f in vars(module).items() if isinstance(f, triton.JITFunction)}
+    return {n: set(f.device_caches[0][0]) for n, f in kernels.items() if f.device_caches[0][0]}
+
+
+def launch_without_device(kernel, programs, **arguments):
+    kernel.warmup(grid=(programs,), **arguments)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one sequence", "packed"])
+def test_a_step_finds_all_its_kernels_compiled(packed, absent, tmp_path):
+    rendered = write_kernel(tmp_path, "simple_gla", 16, 16, backend="h200")
+    module = import_file(tmp_path / rendered.module, "compiled_ahead")
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 70, 2, 16, dtype=torch.bfloat16) for _ in range(3))
+    g = -torch.rand(1, 70, 2)
+    limits = torch.tensor([0, 0, 64, 70]) if packed else None
+    given = q, k, v, g, None, limits, 0.25, True
+    module._compile_ahead(*given, gradients=False)
+    forward = compiled(module)
+    assert set(forward) == {"_prepare", "_recur"}
+    module._compile_ahead(*given, gradients=True)
+    ahead = compiled(module)
+    assert set(ahead) == {"_prepare", "_recur", "_reverse", "_pairs", "_gradients"}
+
+    module._run = launch_without_device
+    o, _ = module._triton_forward(*given)
+    module._triton_backward(*given[:6], o, None, *given[6:])
+    assert compiled(module) == ahead
+
+
+def test_tensors_of_one_kind_are_compiled_for_once(absent, tmp_path):
+    rendered = write_kernel(tmp_path, "linear_attention", 16, 16, backend="h200")
+    module = import_file(tmp_path / rendered.module, "compiled_once")
+    walked = []
+    module._triton_forward = lambda *given: walked.append(given[0].shape[1])
+    for tokens in (64, 128, 4096):
+        q = torch.randn(1, tokens, 2, 16, dtype=torch.bfloat16)
+        module._compile_ahead(q, q, q, None, None, 0.25, False, gradients=False)
+    assert walked == [64]

@@ -1,0 +1,358 @@
+"""Whole steps against sums worked out by hand, and laws that any cost must keep."""
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strategies.candidates import columns
+from strategies.cluster import flat_cluster
+from strategies.cost import evaluate, memory_bound, time_bound
+from strategies.cost.constants import load_constants
+from strategies.cost.routing import Routing
+from strategies.schema import Lora
+from strategies.workload import MASTER_STATE, workload
+
+TOKENS = 4096
+WEIGHTS = 2 * 1024**2 + 2 * 1024 * 4096
+"""Of one layer of the dense model."""
+TABLE = 1000 * 1024
+SLOWER_OF_TWO = 1 + 0.02 * (2 * np.log(2)) ** 0.5
+"""Devices deviate by 2 %, and all wait for the slowest."""
+
+
+def switch(device, world, gbps=100.0):
+    made = flat_cluster("flat", device, world, bw_gbps=gbps, latency_us=0.0)
+    (tier,) = made.tiers
+    return replace(made, tiers=(replace(tier, fabric=replace(tier.fabric, efficiency=1.0)),))
+
+
+def parts(costs):
+    return {f.name: getattr(costs.time, f.name)[0] for f in fields(costs.time)}
+
+
+def test_a_dense_step_on_one_device_by_hand(dense, device, plain):
+    """100 TFLOPS and 1000 GB/s, 4096 tokens, full fine-tuning, two layers."""
+    work = workload(dense, Lora(), training="full")
+    step = parts(evaluate(work, switch(device, 1), columns(sequence_length=TOKENS), plain))
+    products = 2 * TOKENS * WEIGHTS / 100e12
+    core = 4 * 1024 * TOKENS**2 / 2 / 100e12
+    # A norm, and the sums behind attention and feed-forward: two reads, one write of 2048 bytes.
+    moved = (4096 + 2 * 3 * 2048) * TOKENS / 1000e9
+    head = 2 * TOKENS * TABLE / 100e12
+    loss = 14 * TOKENS * 1000 / 1000e9
+    # Forward, gradient of the inputs, gradient of the weights; attention once and twice.
+    assert step["compute"] == pytest.approx(
+        2 * (3 * products + 3 * core + 2 * moved) + 3 * head + loss
+    )
+    # AdamW: gradient 4, moments 8 in and out, weight 4 in and out.
+    assert step["optimizer"] == pytest.approx((2 * WEIGHTS + 2 * TABLE) * 28 / 1000e9)
+    assert sum(step.values()) == pytest.approx(step["compute"] + step["optimizer"])
+
+
+def test_sharded_weights_are_gathered_twice_and_reduced_once(dense, device, plain):
+    """8 devices at 100 GB/s, nothing hidden: bf16 twice, float32 gradients once, 7/8 of each."""
+    work = workload(dense, Lora(), training="full")
+    plan = columns(fsdp=8, sequence_length=TOKENS)
+    step = parts(evaluate(work, switch(device, 8), plan, plain))
+    share = 7 / 8 / 100e9
+    assert step["all_gather"] == pytest.approx((2 * 2 * WEIGHTS + 2 * TABLE) * 2 * share)
+    assert step["reduce_scatter"] == pytest.approx((2 * WEIGHTS + 2 * TABLE) * 4 * share)
+    kept = parts(
+        evaluate(
+            work, switch(device, 8), replace(plan, reshard_after_forward=np.array([False])), plain
+        )
+    )
+    assert kept["all_gather"] == pytest.approx((2 * WEIGHTS + 2 * TABLE) * 2 * share)
+
+
+def test_gathers_hide_behind_compute(dense, device, plain):
+    work = workload(dense, Lora(), training="full")
+    hidden = replace(plain, shard_overlap=1.0)
+    step = parts(evaluate(work, switch(device, 8), columns(fsdp=8, sequence_length=TOKENS), hidden))
+    # The layers' 0.4 ms lie behind 1.2 ms of forward; nothing precedes the gather of the tables.
+    assert step["all_gather"] == pytest.approx(2 * TABLE * 2 * 7 / 8 / 100e9)
+
+
+def test_optimizer_sharding_gathers_and_reduces_once_a_step(dense, device, plain):
+    """Without sharded parameters accumulation does not repeat the exchange."""
+    work = workload(dense, Lora(), training="full", state=MASTER_STATE)
+    plan = columns(fsdp=8, shard_parameters=False, sequence_length=TOKENS, gradient_accumulation=4)
+    step = parts(evaluate(work, switch(device, 8), plan, plain))
+    share = 7 / 8 / 100e9
+    assert step["all_gather"] == pytest.approx((2 * WEIGHTS + 2 * TABLE) * 2 * share)
+    assert step["reduce_scatter"] == pytest.approx((2 * WEIGHTS + 2 * TABLE) * 4 * share)
+
+
+def test_token_exchange_by_hand(sparse, device, plain):
+    """EP 4 of 4: 4 (1 - (3/4)^4) = 2.734 copies of 1024 x 2 bytes, 3/4 of them to others, there and
+    back, forward and backward, in two layers; around it four copies of each visit."""
+    work = workload(sparse, Lora(), training="full")
+    plan = columns(fsdp=4, ep=4, dispatcher=1, sequence_length=TOKENS)
+    step = parts(evaluate(work, switch(device, 4), plan, plain))
+    copies = 4 * (1 - 0.75**4)
+    once = TOKENS * 2048 * copies * 0.75 / 100e9
+    assert step["all_to_all"] == pytest.approx(2 * 2 * 2 * once)
+    full = parts(
+        evaluate(work, switch(device, 4), replace(plan, recomputation=np.array([2])), plain)
+    )
+    assert full["all_to_all"] == pytest.approx(1.5 * step["all_to_all"])
+    fixed = replace(plain, dispatch_seconds=1e-3)
+    slower = parts(evaluate(work, switch(device, 4), plan, fixed))
+    assert slower["all_to_all"] - step["all_to_all"] == pytest.approx(2 * 2 * 2 * 1e-3)
+
+
+def test_the_fullest_device_decides(sparse, device, plain):
+    """Each of 16 devices has one expert, of loads 1, 1/2, ..., 1/16: the first exchanges 4.73 times
+    the mean."""
+    spread = Routing(exponent=1.0)
+    plan = columns(fsdp=16, ep=16, dispatcher=1, sequence_length=TOKENS)
+    even, skewed = (
+        evaluate(
+            workload(sparse, Lora(), training="full", routing=r), switch(device, 16), plan, plain
+        )
+        for r in (Routing(), spread)
+    )
+    overload = 1 / np.mean(1 / np.arange(1, 17))
+    assert skewed.time.all_to_all / even.time.all_to_all == pytest.approx(overload)
+    assert skewed.seconds > even.seconds
+    assert skewed.peak > even.peak
+    limited = replace(plan, capacity_factor=np.array([1.5]))
+    work = workload(sparse, Lora(), training="full", routing=spread)
+    capped = evaluate(work, switch(device, 16), limited, plain)
+    assert even.seconds < capped.seconds < skewed.seconds
+    assert 0 < capped.dropped[0] < 0.5
+    rerouted = evaluate(work, switch(device, 16), replace(limited, reroute=np.array([True])), plain)
+    assert rerouted.dropped[0] == pytest.approx(0.0)
+    copied = evaluate(work, switch(device, 16), replace(plan, expert_copies=np.array([1])), plain)
+    assert copied.seconds < skewed.seconds
+
+
+def test_tensor_parallelism_by_hand(dense, device, plain):
+    """TP 2: each layer gathers and reduce-scatters 4096 x 1024 x 2 bytes around attention and
+    around the feed-forward, half of it over the link; forward, backward, and half again for the
+    weights' gradients."""
+    work = workload(dense, Lora(), training="full")
+    plan = columns(tp=2, sequence_length=TOKENS)
+    step = parts(evaluate(work, switch(device, 2), plan, plain))
+    once = TOKENS * 2048 / 2 / 100e9
+    assert step["tensor_parallel"] == pytest.approx(2 * 2.5 * 2 * 2 * once)
+    alone = parts(evaluate(work, switch(device, 1), columns(sequence_length=TOKENS), plain))
+    assert step["compute"] == pytest.approx(SLOWER_OF_TWO * alone["compute"] / 2)
+
+
+def test_context_parallelism_passes_keys_and_values(dense, device, plain):
+    """2 kv heads of 128 + 128; each of 4 ranks receives three quarters of the sequence's, forward
+    once and backward twice; none of it hides behind a core that takes no time."""
+    work = workload(dense, Lora(), training="full")
+    fast = replace(plain, attention_share=1e9)
+    plan = columns(fsdp=4, cp=4, sequence_length=TOKENS)
+    step = parts(evaluate(work, switch(device, 4), plan, fast))
+    once = TOKENS * 2 * 256 * 2 * 0.75 / 100e9
+    assert step["context_parallel"] == pytest.approx(2 * 3 * once, rel=1e-3)
+
+
+def test_a_pipeline_by_hand(dense, device, plain):
+    """Two stages of one layer, 4 micro-batches, no head to speak of: (4 + 1) micro-batches of a
+    stage, and sends of 4096 x 1024 x 2 bytes: two to fill and drain, two for each micro-batch."""
+    work = replace(workload(dense, Lora(), training="full"), vocab_size=0)
+    work = replace(work, head=replace(work.head, out_features=0))
+    one = evaluate(work, switch(device, 1), columns(sequence_length=TOKENS), plain)
+    plan = columns(pp=2, gradient_accumulation=4, sequence_length=TOKENS)
+    two = evaluate(work, switch(device, 2), plan, plain)
+    stage = SLOWER_OF_TWO * one.time.compute[0] / 2
+    send = TOKENS * 2048 / 100e9
+    assert two.time.compute[0] == pytest.approx(4 * stage)
+    assert two.time.pipeline[0] == pytest.approx(stage + (2 + 8) * send)
+
+
+def test_eight_bit_products_take_half_the_arithmetic_and_a_quantisation(dense, device, plain):
+    bf16 = workload(dense, Lora(), training="full")
+    fp8 = workload(dense, Lora(), training="full", precision="fp8")
+    plan = columns(sequence_length=TOKENS)
+    a, b = (parts(evaluate(w, switch(device, 1), plan, plain))["compute"] for w in (bf16, fp8))
+    products = 3 * 2 * TOKENS * WEIGHTS / 100e12
+    # Inputs of q, o, up and down are quantised, and as many gradients, at 10 bytes' time each.
+    quantised = 2 * 10 * (3 * 1024 + 4096) * TOKENS / 1000e9
+    assert a - b == pytest.approx(2 * (products / 2 - quantised))
+
+
+def test_the_host_binds_short_kernels(dense, device, plain):
+    """One token: 40 calls a layer of 10 us forward, as long backward, and no less."""
+    work = workload(dense, Lora(), training="full")
+    slow = replace(plain, host_calls=1.0)
+    step = parts(evaluate(work, switch(device, 1), columns(sequence_length=1), slow))
+    layers = 2 * 40 * 2 * 10e-6
+    assert step["overhead"] + step["compute"] == pytest.approx(layers, rel=0.05)
+
+
+def test_memory_of_a_full_fine_tune_by_hand(dense, device, plain):
+    """8 shards of float32 weights, gradients and moments; two gathered layers and the tables; saved
+    activations of 330 bytes a token and layer, and as many of the layer in its backward pass; 12
+    bytes for each logit. Two micro-batches, so that gradients are there from the first."""
+    work = workload(dense, Lora(), training="full")
+    held = evaluate(
+        work,
+        switch(device, 8),
+        columns(fsdp=8, sequence_length=TOKENS, gradient_accumulation=2),
+        plain,
+    ).memory
+    every = 2 * WEIGHTS + 2 * TABLE
+    assert held.trained_weights[0] == pytest.approx(4 * every / 8)
+    assert held.gradients[0] == pytest.approx(4 * every / 8)
+    assert held.optimizer[0] == pytest.approx(8 * every / 8)
+    assert held.unsharded_blocks[0] == pytest.approx(2 * WEIGHTS * (2 + 4) + 2 * TABLE * 2)
+    assert held.activations[0] == pytest.approx(3 * (110 + 220) * TOKENS)
+    assert held.logits[0] == pytest.approx(12 * TOKENS * 1000)
+    assert held.frozen_weights[0] == held.adapters[0] == held.dispatch[0] == 0
+
+
+def test_gradients_come_as_activations_go(sparse, device, plain):
+    """One micro-batch: what is kept counts only as far as it exceeds the gradients that are not
+    there yet; 430 bytes a token and layer in two layers against 4 bytes for each parameter."""
+    work = workload(sparse, Lora(), training="full")
+    plans = columns(fsdp=8, sequence_length=4 * TOKENS, gradient_accumulation=[1, 2])
+    held = evaluate(work, switch(device, 8), plans, plain).memory
+    gradients = held.gradients[0]
+    kept = 2 * 440 * 4 * TOKENS
+    assert held.activations == pytest.approx([max(kept - gradients, 0) + kept / 2, kept + kept / 2])
+
+
+def test_optimizer_sharding_keeps_weights_and_gradients_whole(dense, device, plain):
+    work = workload(dense, Lora(), training="full", state=MASTER_STATE)
+    plan = columns(fsdp=8, shard_parameters=False, sequence_length=TOKENS)
+    held = evaluate(work, switch(device, 8), plan, plain).memory
+    every = 2 * WEIGHTS + 2 * TABLE
+    assert held.trained_weights[0] == pytest.approx(2 * every)
+    assert held.gradients[0] == pytest.approx(4 * every)
+    assert held.optimizer[0] == pytest.approx(12 * every / 8)
+    assert held.unsharded_blocks[0] == 0
+    elsewhere = evaluate(work, switch(device, 8), replace(plan, offload=np.array([True])), plain)
+    assert elsewhere.memory.optimizer[0] == 0
+    assert elsewhere.time.optimizer[0] > 0
+
+
+def test_the_first_stage_keeps_a_micro_batch_for_each_stage_behind_it(dense, device, plain):
+    """Two stages of one layer: two micro-batches of half the layers, and the layer in backward."""
+    work = workload(dense, Lora(), training="full")
+    accumulated = columns(sequence_length=TOKENS, gradient_accumulation=8)
+    whole = evaluate(work, switch(device, 1), accumulated, plain)
+    plan = columns(pp=2, gradient_accumulation=8, sequence_length=TOKENS)
+    piped = evaluate(work, switch(device, 2), plan, plain)
+    assert piped.memory.activations == pytest.approx(whole.memory.activations)
+    one = evaluate(work, switch(device, 2), columns(pp=2, sequence_length=TOKENS), plain)
+    assert one.memory.activations == pytest.approx(2 * 330 * TOKENS)
+
+
+def test_recomputation_trades_memory_for_time(dense, device, plain):
+    work = workload(dense, Lora(), training="full")
+    plan = columns(recomputation=[0, 1, 2], sequence_length=TOKENS, gradient_accumulation=2)
+    costs = evaluate(work, switch(device, 1), plan, plain)
+    # Full: the inputs of two layers, and one layer's 330 bytes a token with their gradients.
+    assert costs.memory.activations[2] == pytest.approx((2 * 2048 + 2 * 330) * TOKENS)
+    assert list(costs.seconds) == sorted(costs.seconds)
+
+
+def test_chance_of_running_out_is_half_at_the_edge_and_falls_with_room(dense, device, plain):
+    work = workload(dense, Lora(), training="full")
+    costs = evaluate(work, switch(device, 1), columns(sequence_length=TOKENS), plain)
+    at_edge = replace(costs, capacity=costs.peak)
+    assert at_edge.oom_probability[0] == pytest.approx(0.5)
+    rooms = [replace(costs, capacity=costs.peak * f).oom_probability[0] for f in (0.5, 1, 1.1, 2)]
+    assert rooms == sorted(rooms, reverse=True)
+    assert rooms[0] > 0.99
+    assert rooms[-1] < 0.01
+    # One standard deviation of room: 15.87 %.
+    d = costs.deviations
+    deviation = np.hypot(d.state * (costs.peak - costs.transient), d.transient * costs.transient)
+    sixth = replace(costs, capacity=costs.peak + deviation).oom_probability[0]
+    assert sixth == pytest.approx(0.158655, abs=1e-5)
+
+
+def powers(most):
+    return st.sampled_from([2**i for i in range(most + 1)])
+
+
+@st.composite
+def plans(draw, experts: bool):
+    fsdp, tp = draw(powers(3)), draw(powers(2))
+    cp = draw(st.sampled_from([d for d in (1, 2, 4, 8) if fsdp % d == 0]))
+    shards = fsdp * tp
+    ep = draw(st.sampled_from([d for d in (1, 2, 4, 8, 16) if shards % d == 0])) if experts else 1
+    return columns(
+        pp=draw(st.sampled_from([1, 2])),
+        dp_replicate=draw(powers(1)),
+        fsdp=fsdp,
+        tp=tp,
+        cp=cp,
+        ep=ep,
+        micro_batch_size=draw(powers(3)),
+        gradient_accumulation=draw(powers(3)),
+        sequence_length=draw(st.sampled_from([64, 1024, 8192])),
+        recomputation=draw(st.sampled_from([0, 1, 2])),
+        reshard_after_forward=draw(st.booleans()),
+        shard_parameters=draw(st.booleans()),
+        dispatcher=draw(st.sampled_from([1, 2, 3])) if ep > 1 else 0,
+        expert_format=draw(st.sampled_from([0, 2])),
+        capacity_factor=draw(st.sampled_from([np.inf, 1.25])),
+        offload=draw(st.booleans()),
+    )
+
+
+@given(data=st.data(), training=st.sampled_from(["lora", "full"]), moe=st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_bounds_hold_and_better_hardware_never_costs_more(
+    data, training, moe, dense, sparse, device
+):
+    plan = data.draw(plans(moe))
+    work = workload(sparse if moe else dense, Lora(rank=4), training=training)
+    fitted = load_constants()
+    slow = switch(device, int(plan.devices[0]), 10.0)
+    costs = evaluate(work, slow, plan, fitted)
+    assert time_bound(work, slow, plan, fitted) <= costs.seconds * (1 + 1e-12)
+    assert memory_bound(work, slow, plan, fitted).peak <= costs.peak * (1 + 1e-12)
+    for part in (*vars(costs.time).values(), *vars(costs.memory).values()):
+        assert part[0] >= 0
+
+    quick = switch(device, int(plan.devices[0]), 100.0)
+    assert evaluate(work, quick, plan, fitted).seconds <= costs.seconds * (1 + 1e-12)
+    for name in ("memory_gbps", "matmul_tflops"):
+        fact = getattr(device, name)
+        doubled = (
+            {k: replace(v, value=2 * v.value) for k, v in fact.items()}
+            if isinstance(fact, dict)
+            else replace(fact, value=2 * fact.value)
+        )
+        better = replace(slow, device=replace(device, **{name: doubled}))
+        assert evaluate(work, better, plan, fitted).seconds <= costs.seconds * (1 + 1e-12)
+
+
+def test_many_rows_cost_what_each_costs_alone(sparse, device):
+    """Columns are priced by their distinct rows; every row must get its own price back."""
+    rng = np.random.default_rng(7)
+    n = 5000
+    pick = {
+        "fsdp": [4, 8],
+        "tp": [1, 2],
+        "ep": [1, 2, 4],
+        "pp": [1, 2],
+        "dispatcher": [1, 2, 3],
+        "micro_batch_size": [1, 2, 4],
+        "gradient_accumulation": [1, 4],
+        "recomputation": [0, 1, 2],
+        "reshard_after_forward": [True, False],
+        "shard_parameters": [True, False],
+        "expert_format": [0, 2],
+        "capacity_factor": [np.inf, 1.5],
+        "sequence_length": [512, 4096],
+    }
+    many = columns(**{name: rng.choice(np.array(v), n) for name, v in pick.items()})
+    work = workload(sparse, Lora(), training="lora", routing=Routing(exponent=0.5))
+    cluster = switch(device, 32)
+    together = evaluate(work, cluster, many)
+    for i in rng.integers(0, n, 25):
+        alone = evaluate(work, cluster, many.take(slice(i, i + 1)))
+        assert alone.seconds[0] == pytest.approx(together.seconds[i])
+        assert alone.peak[0] == pytest.approx(together.peak[i])
