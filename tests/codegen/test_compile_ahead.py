@@ -38,8 +38,9 @@ def launch_without_device(kernel, programs, **arguments):
     kernel.warmup(grid=(programs,), **arguments)
 
 
+@pytest.mark.parametrize("keep", [False, True], ids=["computed again", "kept"])
 @pytest.mark.parametrize("packed", [False, True], ids=["one sequence", "packed"])
-def test_a_step_finds_all_its_kernels_compiled(packed, absent, tmp_path):
+def test_a_step_finds_all_its_kernels_compiled(packed, keep, absent, tmp_path):
     rendered = write_kernel(tmp_path, "simple_gla", 16, 16, backend="h200")
     module = import_file(tmp_path / rendered.module, "compiled_ahead")
     torch.manual_seed(0)
@@ -47,16 +48,16 @@ def test_a_step_finds_all_its_kernels_compiled(packed, absent, tmp_path):
     g = -torch.rand(1, 70, 2)
     limits = torch.tensor([0, 0, 64, 70]) if packed else None
     given = q, k, v, g, None, limits, 0.25, True
-    module._compile_ahead(*given, gradients=False)
+    module._compile_ahead(*given, keep=False, gradients=False)
     forward = compiled(module)
     assert set(forward) == {"_prepare", "_recur"}
-    module._compile_ahead(*given, gradients=True)
+    module._compile_ahead(*given, keep=keep, gradients=True)
     ahead = compiled(module)
     assert set(ahead) == {"_prepare", "_recur", "_reverse", "_pairs", "_gradients"}
 
     module._run = launch_without_device
-    o, _ = module._triton_forward(*given)
-    module._triton_backward(*given[:6], o, None, *given[6:])
+    o, _, kept = module._triton_forward(*given, keep)
+    module._triton_backward(*given[:6], [o, *kept] if keep else [], o, None, *given[6:])
     assert compiled(module) == ahead
 
 
@@ -64,8 +65,8 @@ def test_tensors_of_one_kind_are_compiled_for_once(absent, tmp_path):
     rendered = write_kernel(tmp_path, "linear_attention", 16, 16, backend="h200")
     module = import_file(tmp_path / rendered.module, "compiled_once")
     walked = []
-    module._triton_forward = lambda *given: walked.append(given[0].shape[1])
+    module._triton_forward = lambda *given: (walked.append(given[0].shape[1]), None, [])
     for tokens in (64, 128, 4096):
         q = torch.randn(1, tokens, 2, 16, dtype=torch.bfloat16)
-        module._compile_ahead(q, q, q, None, None, 0.25, False, gradients=False)
+        module._compile_ahead(q, q, q, None, None, 0.25, False, keep=False, gradients=False)
     assert walked == [64]
