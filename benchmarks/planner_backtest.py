@@ -70,7 +70,7 @@ def _print(result: Backtest) -> None:
     from rich.console import Console
     from rich.table import Table as Grid
 
-    console = Console(width=140)
+    console = Console(width=160)
     groups = {
         "source (held out)": backtest.by_source(result.predictions),
         "rows": {
@@ -91,8 +91,8 @@ def _print(result: Backtest) -> None:
 
 
 COLUMNS = (
-    *("rows", "step time\nmedian |e|", "90th", "bias", "rank"),
-    *("rows", "peak memory\nmedian |e|", "90th", "bias", "OOM right", "ran right"),
+    *("rows", "step time\nmedian |e|", "90th", "bias", "inside", "rank"),
+    *("rows", "peak memory\nmedian |e|", "90th", "bias", "inside", "OOM right", "ran right"),
 )
 
 
@@ -105,11 +105,13 @@ def _cells(s: Score) -> list[str]:
         percent(s.step_time_median_error),
         percent(s.step_time_p90_error),
         percent(s.step_time_bias, "+"),
+        "-" if s.step_time_inside is None else f"{s.step_time_inside:.0%}",
         "-" if s.rank_correlation is None else f"{s.rank_correlation:.2f}",
         str(s.peak_memory_rows),
         percent(s.peak_memory_median_error),
         percent(s.peak_memory_p90_error),
         percent(s.peak_memory_bias, "+"),
+        "-" if s.peak_memory_inside is None else f"{s.peak_memory_inside:.0%}",
         f"{s.oom_right}/{s.oom_rows}",
         f"{s.ran_right}/{s.ran_rows}",
     ]

@@ -23,8 +23,6 @@ PART_OF_TARGET = {
 BFLOAT16 = 2
 DEFAULT_CALLS = 40
 """Kernels of one layer's forward where the analysis lists no operators."""
-NOT_COMPUTED = ("vision", "embedding")
-"""Images are no part of a job, and a lookup is priced as nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +83,6 @@ class Kind:
 
     name: str
     layers: int
-    parts: tuple[Part, ...]
     works: tuple[PartWork, ...]
     dense_parameters: int
     """Everything but the routed experts: sharded over fsdp."""
@@ -115,7 +112,6 @@ class Kind:
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     kinds: tuple[Kind, ...]
-    outer: tuple[Part, ...]
     head: Gemm
     outer_parameters: int
     layers: int
@@ -189,7 +185,6 @@ def workload(
     own, shared = _handed_on(analysis)
     return Workload(
         kinds=tuple(_kind(b, lora, training, top_k, analysis.hidden_size) for b in analysis.blocks),
-        outer=tuple(analysis.outer),
         head=Gemm(analysis.hidden_size, analysis.vocab_size),
         outer_parameters=sum(p.parameters for p in analysis.outer),
         layers=layers,
@@ -250,7 +245,6 @@ def _kind(block: Block, lora: Lora, training: Training, top_k: int, hidden: int)
     return Kind(
         name=block.kind,
         layers=len(block.layers),
-        parts=tuple(block.parts),
         works=works,
         dense_parameters=sum(p.parameters for p in block.parts) - routed,
         routed_parameters=routed,
@@ -348,8 +342,3 @@ def _outputs(work: PartWork) -> float:
     if work.name == "mixer" and work.gemms:
         outputs += work.gemms[-1].in_features
     return BFLOAT16 * work.visits * outputs
-
-
-def packed_experts_of(analysis: ModelAnalysis) -> bool:
-    """Whether the experts are stored as MXFP4, so that they may stay packed in memory."""
-    return analysis.experts is not None and analysis.experts.weight_format == "mxfp4"

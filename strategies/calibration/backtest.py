@@ -15,7 +15,8 @@ import numpy as np
 
 from strategies.calibration.cases import Case
 from strategies.calibration.fit import Range, Table, fit
-from strategies.cost.constants import Constants
+from strategies.cost.constants import Constants, load_deviations
+from strategies.pricing import FOUR_IN_FIVE
 
 ENOUGH = 5
 """Comparable rows from which a rank correlation is worth a number."""
@@ -40,6 +41,22 @@ class Prediction:
         measured = self.case.peak_gib
         return None if measured is None else self.peak_gib / measured - 1
 
+    @property
+    def step_time_inside(self) -> bool | None:
+        """Whether the measured time lies where a plan says that four in five do."""
+        error = self.step_time_error
+        if error is None:
+            return None
+        return abs(np.log1p(error)) <= FOUR_IN_FIVE * load_deviations().seconds
+
+    @property
+    def peak_memory_inside(self) -> bool | None:
+        if self.case.peak_gib is None:
+            return None
+        d, rest = load_deviations(), self.peak_gib - self.state_gib
+        deviation = np.hypot(d.state * self.state_gib, d.transient * rest)
+        return abs(self.peak_gib - self.case.peak_gib) <= FOUR_IN_FIVE * deviation
+
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
@@ -51,10 +68,13 @@ class Score:
     step_time_p90_error: float | None
     step_time_bias: float | None
     """Median of the signed error."""
+    step_time_inside: float | None
+    """Share of the rows that lie in the interval that a plan prints for four in five."""
     peak_memory_rows: int
     peak_memory_median_error: float | None
     peak_memory_p90_error: float | None
     peak_memory_bias: float | None
+    peak_memory_inside: float | None
     rank_correlation: float | None
     """Spearman's of predicted and measured step times of plans."""
     throughput_rank_correlation: float | None
@@ -131,10 +151,12 @@ def score(predictions: Iterable[Prediction]) -> Score:
         step_time_median_error=_quantile(np.abs(time), 0.5),
         step_time_p90_error=_quantile(np.abs(time), 0.9),
         step_time_bias=_quantile(time, 0.5),
+        step_time_inside=_share(p.step_time_inside for p in rows),
         peak_memory_rows=len(memory),
         peak_memory_median_error=_quantile(np.abs(memory), 0.5),
         peak_memory_p90_error=_quantile(np.abs(memory), 0.9),
         peak_memory_bias=_quantile(memory, 0.5),
+        peak_memory_inside=_share(p.peak_memory_inside for p in rows),
         rank_correlation=spearman([(p, m) for p, m, _ in plans]),
         throughput_rank_correlation=spearman([(p * each, m * each) for p, m, each in plans]),
         oom_accuracy=(failed_right + ran_right) / judged if judged else None,
@@ -217,6 +239,11 @@ def counted(reasons: Iterable[str]) -> dict[str, int]:
 
 def _errors(values: Iterable[float | None]) -> np.ndarray:
     return np.array([v for v in values if v is not None], dtype=float)
+
+
+def _share(values: Iterable[bool | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _quantile(values: np.ndarray, share: float) -> float | None:

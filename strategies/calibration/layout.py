@@ -136,8 +136,8 @@ def _shards(run: PublishedRun, family: str, ranks: int, cp: int, ep: int) -> tup
     """Shards of a replica, and whether parameters are sharded too.
 
     `ranks` share a stage and a tensor-parallel rank. Megatron shards optimizer states over all of
-    them (its distributed optimizer) unless its own FSDP is on; tables of FSDP2 give the shards
-    without context parallelism, which shards as well.
+    them (its distributed optimizer) unless its own FSDP is on. FSDP2 shards over all where a table
+    does not say; the shards that it says are without context parallelism, which shards as well.
     """
     said = run.fsdp_shard.lower()
     if match := re.fullmatch(r"ep_shard(\d+)", said):
@@ -151,12 +151,13 @@ def _shards(run: PublishedRun, family: str, ranks: int, cp: int, ep: int) -> tup
         return (ranks if number is None else _whole(number, cp, ranks)), True
     if family == "deepspeed":
         return ranks, bool(re.search(r"zero-?3", run.framework.lower()))
-    if said in ("on", "yes") or ranks == 1 or (family == "jax" and ep > 1):
-        return ranks, True
+    if family == "jax" and ep == 1 and _shard_number(run) is None:
+        # Its runs without expert parallelism replicate or shard as a mesh says that is not printed.
+        raise Unknown("the number of shards is not stated")
     if said == "no":
         return ranks, False
-    number = _shard_number(run) or _never("the number of shards is not stated")
-    return _whole(number, cp, ranks), True
+    number = _shard_number(run)
+    return (ranks if number is None else _whole(number, cp, ranks)), True
 
 
 def _whole(number: int, cp: int, ranks: int) -> int:

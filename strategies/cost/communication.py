@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from strategies.candidates import DISPATCHERS, EXPERT_FORMATS, Candidates, Column
+from strategies.candidates import DISPATCHERS, Candidates, Column
 from strategies.cluster import Cluster
 from strategies.cost import collectives
-from strategies.cost.compute import EXPERT_BYTES, Rates, Routed
+from strategies.cost.compute import Rates, Routed, expert_bytes
 from strategies.cost.constants import Constants
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ def sharding(work: Workload, kind: Kind, c: Candidates, cluster: Cluster, size: 
     Frozen weights are never reduced. Without `shard_parameters` only what is trained is gathered,
     once a step.
     """
-    stored = np.array([EXPERT_BYTES[f] for f in EXPERT_FORMATS])[c.expert_format]
-    stored = np.where(c.expert_format == 0, float(size), stored)
+    stored = expert_bytes(c, size)
     dense, routed = kind.dense_parameters, kind.routed_parameters
     full = work.training == "full"
     trained_dense = dense if full else kind.dense_adapter

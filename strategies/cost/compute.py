@@ -38,6 +38,8 @@ WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1.03, "nvfp4": 0.56}
 """Of a weight that a product reads."""
 TILE_ROWS, TILE_COLUMNS = 128, 256
 """Of the output tile of one multiprocessor, as cuBLAS and CUTLASS choose for large products."""
+NOT_COMPUTED = ("vision", "embedding")
+"""Images are no part of a job, and a lookup is priced as nothing."""
 LOSS_BYTES = 14
 """Moved for a token and vocabulary entry: logits written and read as bf16, float32 log-softmax
 written and read, gradient written."""
@@ -128,6 +130,12 @@ def routed(work: Workload, c: Candidates) -> Routed:
     return Routed(overload=np.array(overload)[at_rows], dropped=np.array(dropped)[at_rows])
 
 
+def expert_bytes(c: Candidates, size: int) -> Column:
+    """Bytes of a frozen expert's parameter; `size` are those of the compute dtype."""
+    stored = np.array([EXPERT_BYTES[f] for f in EXPERT_FORMATS])[c.expert_format]
+    return np.where(c.expert_format == EXPERT_FORMATS.index("bf16"), float(size), stored)
+
+
 def block_passes(
     kind: Kind, work: Workload, c: Candidates, known: Rates, k: Constants, load: Routed
 ) -> Passes:
@@ -138,7 +146,7 @@ def block_passes(
     share = c.micro_batch_size / (c.cp * c.tp)
     moved_rate = known.bandwidth * k.memory_share
     for part in kind.works:
-        if part.name in ("vision", "embedding"):
+        if part.name in NOT_COMPUTED:
             continue
         once, gradient = _products(part, work, c, known, k, load)
         core = share * _core(part.core, c, known, k, LINEAR_INTENSITY)
@@ -156,9 +164,9 @@ def block_passes(
     if work.lora_rank:
         adapter = _adapters(kind, work, c, known, k)
         forward, backward = forward + adapter, backward + 2 * adapter
-    packed = np.isin(c.expert_format, [EXPERT_FORMATS.index("mxfp4"), EXPERT_FORMATS.index("fp8")])
+    stored = expert_bytes(c, known.dtype_bytes)
+    packed = stored < known.dtype_bytes
     if kind.routed_parameters and packed.any() and not full:
-        stored = np.array([EXPERT_BYTES[f] for f in EXPERT_FORMATS])[c.expert_format]
         unpack = kind.routed_parameters / c.ep * (stored + known.dtype_bytes) / moved_rate
         unpack = np.where(packed, unpack, 0.0)
         forward, backward = forward + unpack, backward + unpack

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from analyzers.backends import Backend
-from strategies.candidates import DISPATCHERS, EXPERT_FORMATS, Candidates, Column
+from strategies.candidates import DISPATCHERS, Candidates, Column
 from strategies.cost.columns import at, total
-from strategies.cost.compute import EXPERT_BYTES, FULL, NONE, SELECTIVE, Routed
+from strategies.cost.communication import PARTIAL_SUM_BYTES
+from strategies.cost.compute import FULL, NONE, SELECTIVE, Routed, expert_bytes
 from strategies.cost.constants import Constants
 from strategies.cost.stages import Stages
 
@@ -25,13 +26,9 @@ if TYPE_CHECKING:
     from strategies.workload import State, Workload
 
 GIB = 2**30
-ADAPTER_BYTES = 4
-"""Adapters, their gradients and AdamW's two moments are float32 on any base."""
 LOGIT_BYTES = 12
 """Per token and vocabulary entry. bf16: logits and their gradient 2 + 2, float32 log-softmax and
 its gradient 4 + 4; float32: three copies of 4."""
-PARTIAL_SUM_BYTES = 4
-"""The all-gather dispatcher adds the outputs of a token's experts in float32."""
 BLOCKS_IN_FLIGHT = 2
 """The block that computes and the one that is prefetched."""
 FRAGMENTATION = 0.05
@@ -133,7 +130,7 @@ def resident(
     routed_whole = work.routed_parameters * share / c.ep * copies
     dense_shards = np.where(c.shard_parameters, c.fsdp, 1)
     expert_shards = np.where(c.shard_parameters, c.efsdp, 1)
-    stored = _expert_bytes(c, size)
+    stored = expert_bytes(c, size)
     zero = np.zeros(len(c))
     frozen = zero
     if full:
@@ -160,11 +157,6 @@ def owned_parameters(work: Workload, c: Candidates, stages: Stages) -> Column:
     return dense / c.tp / c.fsdp + routed / c.ep / c.efsdp
 
 
-def _expert_bytes(c: Candidates, size: int) -> Column:
-    stored = np.array([EXPERT_BYTES[f] for f in EXPERT_FORMATS])[c.expert_format]
-    return np.where(c.expert_format == 0, float(size), stored)
-
-
 def _unsharded(work: Workload, c: Candidates, size: int, stages: Stages) -> Column:
     """Gathered parameters, and the whole gradients of those that are trained.
 
@@ -177,7 +169,7 @@ def _unsharded(work: Workload, c: Candidates, size: int, stages: Stages) -> Colu
     zero = np.zeros(len(c))
     blocks: list[tuple[Column, int]] = []
     unpacked = zero
-    stored = _expert_bytes(c, size)
+    stored = expert_bytes(c, size)
     packed = stored < size
     for kind in work.kinds:
         dense = kind.dense_parameters * size + kind.dense_adapter * (size + gradient)

@@ -1,4 +1,4 @@
-"""Kernels of full width fit processors that are not here; `benchmarks/cross_compile.py` does all."""
+"""Kernels of full width fit processors that are not here; all: `benchmarks/cross_compile.py`."""
 
 import pytest
 

@@ -185,7 +185,7 @@ def test_stages_are_given_up_one_by_one_where_shared_memory_ends():
         ("float32", 256): 1,
         ("bfloat16", 64): 3,
         ("bfloat16", 128): 3,  # 69 632 bytes
-        ("bfloat16", 256): 1,  # 118 784
+        ("bfloat16", 256): 3,  # 55 296 in chunks of 32
     }
     pipelined = Launch(block=32, num_warps=4, num_stages=3)
     wide = space("gated_delta_rule", dtype="float32")
@@ -197,13 +197,22 @@ def test_stages_are_given_up_one_by_one_where_shared_memory_ends():
 @pytest.mark.parametrize("member", ["kda", "gated_delta_rule", "delta_rule"])
 def test_walks_that_are_not_pipelined_on_hopper_take_eight_warps(member):
     # triton#11366: with four warps and blocks of 32 they read invalid memory.
-    spec = load_specs()[member]
-    for width, wanted in ((128, 4), (256, 8)):
-        table = launch_table(spec, H200, width, 128, spec.tile(H200, width), None)["bfloat16"]
-        for kernel in ("_recur", "_reverse"):
-            ((_, found),) = table[kernel]
-            assert (found.block, found.num_warps) == (32, wanted)
-            assert (found.num_stages == 1) == (width == 256)
+    wide = Space(
+        spec=load_specs()[member], backend=H200, key_dim=256, value_dim=128, dtype="bfloat16"
+    )
+    for kernel in ("_recur", "_reverse"):
+        found = wide.fitted(kernel, launch(32, 4, 2), 64)
+        assert (found.block, found.num_warps, found.num_stages) == (32, 8, 1)
+        assert wide.fitted(kernel, launch(32, 4, 2), 32) == launch(32, 4, 2)
+
+
+def test_wider_keys_have_shorter_chunks():
+    # [64, 128] at most, so that walks along wide keys are pipelined and fit in float32.
+    for member in load_specs().values():
+        chunks = {k: member.tile(H200, k).chunk for k in (16, 100, 128, 130, 256)}
+        assert chunks == {16: 64, 100: 64, 128: 64, 130: 32, 256: 32}
+        assert member.tile(H200, 256, "float32").chunk == 32
+        assert member.tile(load_backend("mi300x"), 256).chunk == 32
 
 
 def test_candidates_are_tens_and_nearest_first():

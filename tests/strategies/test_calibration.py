@@ -96,6 +96,12 @@ def test_fsdp2_shards_parameters_and_experts_over_what_is_left(runs):
     assert (c["micro_batch_size"], c["gradient_accumulation"]) == (2, 1)
 
 
+def test_fsdp2_shards_over_all_ranks_where_a_table_does_not_say(runs):
+    run = dataclasses.replace(runs["gt0281"], fsdp_shard="")
+    c = layout(run, experts=True).columns
+    assert (c["fsdp"], c["dp_replicate"], c["shard_parameters"]) == (128, 1, True)
+
+
 def test_context_parallel_ranks_shard_too(runs):
     """64 GPUs, 32 shards, cp 2: both axes shard, 32 ranks read different sequences."""
     c = layout(runs["gt0288"], experts=False).columns
