@@ -38,6 +38,8 @@ WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1.03, "nvfp4": 0.56}
 """Of a weight that a product reads."""
 TILE_ROWS, TILE_COLUMNS = 128, 256
 """Of the output tile of one multiprocessor, as cuBLAS and CUTLASS choose for large products."""
+ROUTED = ("routed_experts", "expert_biases")
+"""Work of which the fullest device has more."""
 NOT_COMPUTED = ("vision", "embedding")
 """Images are no part of a job, and a lookup is priced as nothing."""
 LOSS_BYTES = 14
@@ -154,7 +156,7 @@ def block_passes(
         scale = share * known.dtype_bytes / 2 / moved_rate
         moved = scale * at(part.moved, c.sequence_length)
         moved_back = scale * at(part.moved_backward, c.sequence_length)
-        if part.name == "routed_experts":
+        if part.name in ROUTED:
             moved, moved_back = moved * load.overload, moved_back * load.overload
         forward = forward + once + core + moved
         backward = backward + (once + gradient if full else once) + core_back + moved_back
