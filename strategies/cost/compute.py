@@ -232,7 +232,7 @@ def _product(
     """
     k_size = gemm.in_features
     padded = rows + np.where(np.asarray(held) > 1, held * TILE_ROWS / 2, 0.0)
-    tail = 0.5 * known.processors * TILE_ROWS * TILE_COLUMNS * 2.0 / rate
+    tail = 0.5 * known.processors * TILE_ROWS * TILE_COLUMNS * 2.0 / rate * np.maximum(np.asarray(held) / 4, 1.0)
     arithmetic = 2.0 * padded * k_size * columns / rate
     weights = held * k_size * columns
     size = known.dtype_bytes
