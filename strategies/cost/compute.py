@@ -22,6 +22,9 @@ PEAK_SHARE = {"matmul": 0.7, "memory": 0.85}
 """Where only the vendor's peak is known. Achieved on H200: 690 of 989 TFLOPS, 4260 of 4800 GB/s."""
 EXPERT_BYTES = {"bf16": 2.0, "fp32": 4.0, "mxfp4": 0.53, "fp8": 1.0}
 """Bytes per routed-expert parameter; MXFP4 is 4 bits and one scale byte for 32 values."""
+ATTENTION_SHARE = 0.7
+"""Of the matmul rate, reached by forward kernels of attention where nobody measured the device's:
+0.68 to 0.81 on H100, H200, B200, GB200."""
 DTYPE_OF = {"bf16": "bfloat16", "fp8": "float8", "mxfp8": "mxfloat8", "nvfp4": "nvfloat4"}
 """Key in a backend's `matmul_tflops`."""
 LINEAR_INTENSITY, LINEAR_INTENSITY_BACKWARD = 16.8, 12.0
@@ -56,6 +59,8 @@ class Rates:
     """FLOP/s of the products of layers, in the job's precision."""
     bf16_matmul: float
     """FLOP/s in the compute dtype: attention, router, head."""
+    attention: float
+    """FLOP/s of forward attention kernels on long documents."""
     bandwidth: float
     """Bytes/s of device memory."""
     launch: float
@@ -81,9 +86,12 @@ def rates(device: Backend, precision: Precision = "bf16") -> Rates:
         return fact.value * (PEAK_SHARE[kind] if fact.origin == "spec" else 1.0)
 
     matmul = device.matmul_tflops[wanted]
+    bf16 = achievable(device.matmul_tflops[compute], "matmul") * 1e12
+    known = device.attention_tflops
     return Rates(
         matmul=achievable(matmul, "matmul") * 1e12,
-        bf16_matmul=achievable(device.matmul_tflops[compute], "matmul") * 1e12,
+        bf16_matmul=bf16,
+        attention=known.value * 1e12 if known else ATTENTION_SHARE * bf16,
         bandwidth=achievable(device.memory_gbps, "memory") * 1e9,
         launch=device.launch_overhead_us.value * 1e-6,
         processors=int(device.processors.value) if device.processors else 0,
@@ -181,7 +189,7 @@ def _core(work: Work, c: Candidates, known: Rates, k: Constants, intensity: floa
     """Seconds of one document: attention over pairs or windows, and linear attention by tokens."""
     pairs = causal(replace(work, per_token=0.0), c.sequence_length)
     tokens = work.per_token * c.sequence_length
-    attention = pairs / (known.bf16_matmul * k.attention_share)
+    attention = pairs / (known.attention * k.attention_share)
     return attention + tokens / (known.bandwidth * intensity)
 
 
