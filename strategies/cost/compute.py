@@ -22,9 +22,9 @@ PEAK_SHARE = {"matmul": 0.7, "memory": 0.85}
 """Where only the vendor's peak is known. Achieved on H200: 690 of 989 TFLOPS, 4260 of 4800 GB/s."""
 EXPERT_BYTES = {"bf16": 2.0, "fp32": 4.0, "mxfp4": 0.53, "fp8": 1.0}
 """Bytes per routed-expert parameter; MXFP4 is 4 bits and one scale byte for 32 values."""
-ATTENTION_SHARE = 0.7
-"""Of the matmul rate, reached by forward kernels of attention where nobody measured the device's:
-0.68 to 0.81 on H100, H200, B200, GB200."""
+ATTENTION_RATIO = 0.7
+"""Of attention's forward kernels to matrix products where nobody measured the device's: 0.68 to
+0.81 on seven devices of NVIDIA."""
 DTYPE_OF = {"bf16": "bfloat16", "fp8": "float8", "mxfp8": "mxfloat8", "nvfp4": "nvfloat4"}
 """Key in a backend's `matmul_tflops`."""
 LINEAR_INTENSITY, LINEAR_INTENSITY_BACKWARD = 16.8, 12.0
@@ -41,6 +41,9 @@ WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1.03, "nvfp4": 0.56}
 """Of a weight that a product reads."""
 TILE_ROWS, TILE_COLUMNS = 128, 256
 """Of the output tile of one multiprocessor, as cuBLAS and CUTLASS choose for large products."""
+STREAMS = 4
+"""Experts whose products run at once: Transformer Engine's grouped product is one cuBLAS call an
+expert on four streams (common/gemm/cublaslt_gemm.cu)."""
 ROUTED = ("routed_experts", "expert_biases")
 """Work of which the fullest device has more."""
 NOT_COMPUTED = ("vision", "embedding")
@@ -87,11 +90,11 @@ def rates(device: Backend, precision: Precision = "bf16") -> Rates:
 
     matmul = device.matmul_tflops[wanted]
     bf16 = achievable(device.matmul_tflops[compute], "matmul") * 1e12
-    known = device.attention_tflops
+    ratio = device.attention_ratio.value if device.attention_ratio else ATTENTION_RATIO
     return Rates(
         matmul=achievable(matmul, "matmul") * 1e12,
         bf16_matmul=bf16,
-        attention=known.value * 1e12 if known else ATTENTION_SHARE * bf16,
+        attention=ratio * bf16,
         bandwidth=achievable(device.memory_gbps, "memory") * 1e9,
         launch=device.launch_overhead_us.value * 1e-6,
         processors=int(device.processors.value) if device.processors else 0,
@@ -236,11 +239,13 @@ def _product(
 
     Arithmetic: tiles of `TILE_ROWS` x `TILE_COLUMNS`, so that each of the `held` experts fills half
     a tile too much on average, and the last wave of tiles occupies the multiprocessors for half its
-    time. Without sharded parameters gradients of weights are added to sums of all micro-batches.
+    time, once for every `STREAMS` experts. Without sharded parameters gradients of weights are
+    added to sums of all micro-batches.
     """
     k_size = gemm.in_features
     padded = rows + np.where(np.asarray(held) > 1, held * TILE_ROWS / 2, 0.0)
-    tail = 0.5 * known.processors * TILE_ROWS * TILE_COLUMNS * 2.0 / rate * np.maximum(np.asarray(held) / 4, 1.0)
+    tails = np.maximum(np.asarray(held) / STREAMS, 1.0)
+    tail = tails * 0.5 * known.processors * TILE_ROWS * TILE_COLUMNS * 2.0 / rate
     arithmetic = 2.0 * padded * k_size * columns / rate
     weights = held * k_size * columns
     size = known.dtype_bytes
