@@ -148,6 +148,8 @@ class Workload:
     """Of the products of layers; attention cores, router and head stay in bf16."""
     state: State = FLOAT32_STATE
     """Of what is trained."""
+    loss_size: int = 4
+    """Bytes of an entry of the log-softmax: 2 where the loss is not taken in float32."""
     routing: Routing = BALANCED
     router_groups: int = 1
     router_top_groups: int = 1
@@ -187,6 +189,7 @@ def workload(
     training: Training = "lora",
     precision: Precision = "bf16",
     state: State = FLOAT32_STATE,
+    loss_size: int = 4,
     routing: Routing = BALANCED,
 ) -> Workload:
     """`lora` is ignored by full fine-tuning, which trains every parameter."""
@@ -216,6 +219,7 @@ def workload(
         training=training,
         precision=precision,
         state=state,
+        loss_size=loss_size,
         routing=routing,
         router_groups=router.groups if router else 1,
         router_top_groups=router.top_k_groups if router else 1,

@@ -48,9 +48,9 @@ ROUTED = ("routed_experts", "expert_biases")
 """Work of which the fullest device has more."""
 NOT_COMPUTED = ("vision", "embedding")
 """Images are no part of a job, and a lookup is priced as nothing."""
-LOSS_BYTES = 14
-"""Moved for a token and vocabulary entry: logits written and read as bf16, float32 log-softmax
-written and read, gradient written."""
+LOSS_BYTES = 6
+"""Moved for a token and vocabulary entry: logits written and read as bf16, gradient written;
+besides, the log-softmax is written and read."""
 NONE, SELECTIVE, FULL = (RECOMPUTATION.index(n) for n in ("none", "selective", "full"))
 
 
@@ -277,5 +277,6 @@ def head_seconds(work: Workload, c: Candidates, known: Rates, k: Constants) -> C
     rate = known.bf16_matmul * k.matmul_share
     once = tokens * work.head.flops / c.tp / rate
     products = 3 if work.training == "full" else 2
-    loss = tokens * work.vocab_size / c.tp * LOSS_BYTES * size / (known.bandwidth * k.memory_share)
+    moved = LOSS_BYTES + 2 * work.loss_size
+    loss = tokens * work.vocab_size / c.tp * moved * size / (known.bandwidth * k.memory_share)
     return products * once + loss

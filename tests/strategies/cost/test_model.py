@@ -257,6 +257,21 @@ def test_memory_of_a_full_fine_tune_by_hand(dense, device, plain):
     assert held.frozen_weights[0] == held.adapters[0] == held.dispatch[0] == 0
 
 
+def test_a_loss_in_bfloat16_keeps_and_moves_half_the_log_softmax(dense, device, plain):
+    """2 bytes less for each of two copies of 4096 x 1000 kept, and of one write and one read."""
+    plan = columns(sequence_length=TOKENS)
+    wide, narrow = (
+        evaluate(
+            workload(dense, Lora(), training="full", loss_size=n), switch(device, 1), plan, plain
+        )
+        for n in (4, 2)
+    )
+    assert wide.memory.logits - narrow.memory.logits == pytest.approx(2 * 2 * TOKENS * 1000)
+    assert narrow.memory.logits == pytest.approx(8 * TOKENS * 1000)
+    saved = wide.time.compute - narrow.time.compute
+    assert saved == pytest.approx(2 * 2 * TOKENS * 1000 / 1000e9)
+
+
 def test_gradients_come_as_activations_go(sparse, device, plain):
     """One micro-batch: what is kept counts only as far as it exceeds the gradients that are not
     there yet; 430 bytes a token and layer in two layers against 4 bytes for each parameter."""
