@@ -98,6 +98,9 @@ class Backend:
     matmul_tflops: dict[str, Fact]
     """Achievable dense rate by dtype: `bfloat16`, `float32`, and `float8`, `mxfloat8`, `nvfloat4`
     where the device multiplies them."""
+    attention_ratio: Fact | None = None
+    """Forward rate of causal attention kernels on long documents over that of matrix products, in
+    bfloat16."""
     processors: Fact | None = None
     """Units that the tiles of one matrix product are spread over: streaming multiprocessors."""
     launch_overhead_us: Fact
