@@ -210,12 +210,14 @@ def test_a_model_and_a_cluster_are_asked_for(plan):
 def test_a_curve_of_a_plan_without_shards_says_how_to_get_one(plan):
     status, out, _ = plan("--ask", "ep-curve", "--fix", "fsdp=1")
     assert status == 0
-    assert "--fix ep=N" in out and "throughout" not in out
+    assert "--fix ep=N" in out
+    assert "throughout" not in out
 
 
 def test_idle_devices_are_no_part_of_a_question(plan):
     status, _, err = plan("--ask", "ep-curve", "--allow-idle")
-    assert status == 2 and "--allow-idle" in err
+    assert status == 2
+    assert "--allow-idle" in err
 
 
 def test_one_device_is_one(plan):
