@@ -46,7 +46,9 @@ class Problem:
         """Those that can matter to this model and job."""
         even = not self.job.routing.exponent and not self.job.routing.loads
         absent = {
-            "packed_experts": not self.model.packed_format
+            # Weights that are trained are not held packed.
+            "packed_experts": self.job.training == "full"
+            or not self.model.packed_format
             or self.cluster.device.training_dtype == "float32",
             "mapping": len(self.cluster.tiers) == 1 or not self.model.experts,
             "hierarchical": len(self.cluster.tiers) == 1 or not self.model.experts,
@@ -122,8 +124,9 @@ def _check_fixed(
             fault = f"the runtime cannot run {FEATURES[key]} yet"
             fix = f"leave it at 1, or plan it all the same with --allow {key}"
             raise InputError("--fix", field=key, fault=fault, fix=fix)
-    ep = fixed.get("ep", 1)
-    experts = model.experts or 1
+    ep, experts = fixed.get("ep", 1), model.experts
+    if ep > 1 and not experts:
+        raise InputError("--fix", field="ep", fault="the model has no experts", fix="leave it at 1")
     if experts % ep or cluster.world_size % ep:
         possible = [d for d in divisors(cluster.world_size) if experts % d == 0]
         fault = f"{ep} must divide {experts} experts and {cluster.world_size} devices"

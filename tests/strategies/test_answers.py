@@ -125,6 +125,12 @@ def test_the_ep_curve_marks_what_does_not_fit(curve, problem):
     assert {ep for _, ep in cells} == {1, 2, 4, 8, 16, 32, 64, 128}
 
 
+def test_trained_experts_are_not_held_packed(k3, supernode):
+    lora, full = (make_problem(k3, supernode, job(training=how)) for how in ("lora", "full"))
+    assert "packed_experts" in lora.features
+    assert "packed_experts" not in full.features
+
+
 def test_a_dense_model_has_no_ep_curve(tiny, supernode):
     dense = replace(make_problem(tiny, supernode, job()))
     dense = replace(dense, model=replace(dense.model, experts=0))
