@@ -10,7 +10,7 @@ from analyzers.errors import InfeasibleError
 from strategies.alternatives import settings
 from strategies.problem import Problem
 from strategies.solver import MAX_OOM_PROBABILITY, QUANTILE, Points, solve
-from strategies.space import FEATURES, make_space
+from strategies.space import FEATURES, divisors, make_space
 
 MAX_LISTED = 12
 """Layouts that a message names."""
@@ -87,4 +87,9 @@ def nothing_fits(problem: Problem, table: Points) -> InfeasibleError:
 
 def _advice(problem: Problem) -> str:
     less = "a lower LoRA rank" if problem.job.training == "lora" else "LoRA (--training lora)"
-    return f"use more devices, a shorter sequence or {less}"
+    said = f"use more devices, a shorter sequence or {less}"
+    experts, world = problem.model.experts, problem.cluster.world_size
+    eps = [n for n in divisors(experts) if n <= world] if experts else [1]
+    if world % eps[-1]:
+        said += f"; EP {eps[-1]} does not divide {world} devices: --allow-idle tries fewer"
+    return said

@@ -207,6 +207,14 @@ def test_nothing_fits_says_which_limit_binds_and_by_how_much(k3):
     assert f"frozen weights {float(held.frozen_weights[0]) / 2**30:.1f}" in message
 
 
+def test_a_number_of_devices_that_divides_badly_is_told_of_idle_ones(k3):
+    node = load_cluster(CLUSTERS / "supernode-128.yaml")
+    odd = replace(node, tiers=(replace(node.tiers[0], size=127, devices=127),))
+    with pytest.raises(InfeasibleError, match="EP 112 does not divide 127 devices: --allow-idle"):
+        search(k3, odd, job())
+    assert 0 < search(k3, odd, job(), allow_idle=True).idle_devices <= 127 - 112
+
+
 def test_nothing_fits_says_which_feature_would_help(k3):
     """2.8 T parameters in bf16 need 64 devices of 128 GiB; packed they lie on 32."""
     node = load_cluster(CLUSTERS / "supernode-128.yaml")
