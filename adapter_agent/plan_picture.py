@@ -127,8 +127,9 @@ def picture_of_ep_curve(curve: EpCurve) -> RenderableType:
             cells.append(Text(text, "bold" if ep == row.fastest else ""))
         made.add_row(f"{row.tokens_per_rank:,}", *cells)
     if len(eps) == 1:
-        fix = "--fix fsdp=N or --fix ep=N keeps a plan that does"
-        return Group(Text(curve.kept), made, Text(f"This plan shards over no devices: {fix}."))
+        said = "No other EP divides both this plan's shards and the experts"
+        fix = "--fix fsdp=N or --fix ep=N keeps another plan"
+        return Group(Text(curve.kept), made, Text(f"{said}: {fix}."))
     lines = [f"{w.assumed}: best is {windows_in_words(w.windows)}" for w in curve.windows]
     last = (
         f"up to {curve.fits_up_to:,} tokens a rank fit"
