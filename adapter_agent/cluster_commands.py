@@ -109,7 +109,8 @@ def import_(
         typer.Option(metavar="HOSTLIST", help="Nodes under one switch, where no file has a tree."),
     ] = None,
     devices_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Where no file says it; usual for the device.")
+        int | None,
+        typer.Option(min=1, max=1_000_000, help="Where no file says it; usual for the device."),
     ] = None,
     node_gbps: Annotated[
         float | None, typer.Option(help="GB/s of a device to the others of its node, one way.")
