@@ -344,7 +344,8 @@ def _biased_experts(block: Block, training: Training, top_k: int) -> tuple[PartW
     """What biases of experts and their clamped gates move beside the products, by visits: no
     kernel fuses them in bfloat16."""
     weights = sum(b.count * b.in_features * b.out_features for b in block.banks)
-    if sum(p.parameters for p in block.parts if p.name == "routed_experts") <= weights:
+    routed = sum(p.parameters for p in block.parts if p.name == "routed_experts")
+    if not block.banks or routed <= weights:  # an analysis may leave the banks unlisted
         return ()
     *gates, down = block.banks
     gate, out = top_k * sum(b.out_features for b in gates), top_k * down.out_features
