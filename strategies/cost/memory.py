@@ -16,6 +16,7 @@ import numpy as np
 
 from analyzers.backends import Backend
 from strategies.candidates import DISPATCHERS, Candidates, Column
+from strategies.cluster.model import GIB
 from strategies.cost.columns import at, total
 from strategies.cost.communication import PARTIAL_SUM_BYTES
 from strategies.cost.compute import FULL, NONE, SELECTIVE, Routed, expert_bytes
@@ -25,7 +26,6 @@ from strategies.cost.stages import Stages
 if TYPE_CHECKING:
     from strategies.workload import State, Workload
 
-GIB = 2**30
 LOGIT_BYTES = 4
 """Per token and vocabulary entry: logits and their gradient in bf16, besides the log-softmax and
 its gradient. In float32 this makes three copies of 4."""
