@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import itertools
 import platform
 import re
@@ -109,7 +108,8 @@ def import_(
         typer.Option(metavar="HOSTLIST", help="Nodes under one switch, where no file has a tree."),
     ] = None,
     devices_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Where no file says it; usual for the device.")
+        int | None,
+        typer.Option(min=1, max=1_000_000, help="Where no file says it; usual for the device."),
     ] = None,
     node_gbps: Annotated[
         float | None, typer.Option(help="GB/s of a device to the others of its node, one way.")
@@ -218,14 +218,11 @@ def _check_free(output: Path | None, force: bool) -> None:
 
 
 def _check_device(device: str) -> None:
-    from analyzers.backends import backend_names
+    from analyzers.backends import backend_names, nearest_backend
 
-    known = backend_names()
-    if device not in known:
-        close = difflib.get_close_matches(device, known, n=1)
-        fix = f"did you mean '{close[0]}'? " if close else ""
+    if device not in backend_names():
         fault = f"'{device}' is not a known backend"
-        raise InputError("--device", fault=fault, fix=f"{fix}known: {', '.join(known)}")
+        raise InputError("--device", fault=fault, fix=nearest_backend(device))
 
 
 def _named(name: str | None) -> str | None:

@@ -23,9 +23,10 @@ MIB = 2**20
 
 def picture_of_cluster(cluster: Cluster) -> RenderableType:
     d = cluster.device
+    nodes = "1 node" if cluster.nodes == 1 else f"{cluster.nodes} nodes"
     head = Text.assemble(
         (f"{cluster.name}: {cluster.world_size} x {d.title}\n", "bold"),
-        f"{cluster.nodes} nodes of {cluster.devices_per_node}, backend {d.name} ({d.status})",
+        f"{nodes} of {cluster.devices_per_node}, backend {d.name} ({d.status})",
     )
     notes = [Text(f"note: {note}") for note in cluster.notes]
     parts = [head, *notes, _tree(cluster), _numbers(cluster)]

@@ -27,9 +27,6 @@ def constants_of(run_dir: Path, cluster: Cluster) -> tuple[Constants, Refit]:
     from strategies.calibration.measured import Step, refit
     from strategies.schema import Plan
 
-    if not run_dir.is_dir():
-        fix = "give the --run-dir of a finished run"
-        raise InputError("--measured", fault=f"{run_dir} is no folder", fix=fix)
     analysis = read_document(ModelAnalysis, run_dir / "analysis.json")
     plan = read_document(Plan, run_dir / "plan.json")
     if not read_document(ValidationReport, run_dir / "validation.json").passed:

@@ -126,8 +126,10 @@ def plan(
     from strategies.problem import make_problem
     from strategies.space import FEATURES
 
-    if ask and (figures or exports):
-        raise typer.BadParameter("--figures and --export write a plan, --ask does not make one")
+    if ask and (figures or exports or allow_idle):
+        raise typer.BadParameter(
+            "--figures, --export and --allow-idle are for a plan, --ask does not make one"
+        )
     options = _options(
         model,
         cluster,
@@ -180,6 +182,9 @@ def _options(
     from analyzers.documents import read_document
     from strategies.schema import Job
 
+    if measured is not None and not measured.is_dir():
+        fix = "give the --run-dir of a finished run"
+        raise InputError("--measured", fault=f"{measured} is no folder", fix=fix)
     if model is None and measured is not None:
         job = read_document(Job, measured / "job.json")
         past = {
@@ -221,6 +226,10 @@ def _answer(ask: Question, problem: Problem, link_scale: float) -> Any:
     }[ask](problem)
 
 
+MOST_TOKENS = 1e18
+"""Of an expert, in a file of --routing."""
+
+
 def routing_of(text: str) -> Routing:
     """`even`, `power:0.3`, or a JSON file with one number of tokens an expert.
 
@@ -243,13 +252,13 @@ def routing_of(text: str) -> Routing:
     path = Path(text)
     try:
         loads = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise InputError("--routing", fault=f"'{text}' cannot be read: {e}", fix=fix) from e
     if not isinstance(loads, list) or not loads:
         raise InputError(path, fault="is no list of tokens by expert", fix=fix)
     for i, n in enumerate(loads):
-        if not isinstance(n, int | float) or isinstance(n, bool) or not 0 <= n < math.inf:
-            fault = f"{n!r} is no number of tokens"
+        if not isinstance(n, int | float) or isinstance(n, bool) or not 0 <= n <= MOST_TOKENS:
+            fault = f"{repr(n)[:40]} is no number of tokens"
             raise InputError(path, field=f"[{i}]", fault=fault, fix=fix)
     if not sum(loads):
         raise InputError(path, fault="gives no expert any token", fix=fix)

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from adapter_agent.terminal import bar, new_table
-from adapter_agent.words import shape
+from adapter_agent.words import number, shape
 from strategies.answers import Answer, Degraded, EpCurve, windows_in_words
 
 if TYPE_CHECKING:
@@ -36,16 +36,16 @@ def picture_of_plan(plan: Plan) -> RenderableType:
         f"micro-batch {plan.micro_batch_size} x {plan.sequence_length} tokens, "
         f"{plan.gradient_accumulation} a step, recompute {plan.activation_checkpointing}, "
         f"experts in {plan.expert_weight_format}, dispatch {plan.dispatcher}\n",
-        f"predicted {p.step_seconds:.3g} s a step ({low:.3g} to {high:.3g}), "
-        f"{p.tokens_per_second_per_device:.4g} tokens/s a device, lower bound "
-        f"{p.lower_bound_seconds:.3g} s (gap {p.optimality_gap:.0%}), "
+        f"predicted {number(p.step_seconds, 3)} s a step ({number(low, 3)} to {number(high, 3)}), "
+        f"{number(p.tokens_per_second_per_device)} tokens/s a device, lower bound "
+        f"{number(p.lower_bound_seconds, 3)} s (gap {p.optimality_gap:.0%}), "
         f"out of memory {p.oom_probability:.0%}\n",
     )
     if plan.missing:
         head.append(f"The runtime cannot run it: it lacks {', '.join(plan.missing)}.\n", "bold")
-    step = new_table(f"Step: {p.step_seconds:.4g} s", "part", ">ms", "")
+    step = new_table(f"Step: {number(p.step_seconds)} s", "part", ">ms", "")
     for name, value in vars(p.step).items():
-        step.add_row(name, f"{1e3 * value:.4g}", bar(value, p.step_seconds))
+        step.add_row(name, number(1e3 * value), bar(value, p.step_seconds))
     pictures: list[RenderableType] = [head, _memory(plan), step]
     if plan.alternatives:
         pictures.append(_alternatives(plan.alternatives))
@@ -70,15 +70,15 @@ def _memory(plan: Plan) -> RenderableType:
     columns = ["part", f">{plan.expert_weight_format} GiB", ""]
     if packed and other:
         columns.append(f">{packed.settings.get('expert_weight_format', 'packed')} GiB")
-    made = new_table(f"Memory: {held.peak:.4g} of {held.capacity:.4g} GiB", *columns)
+    made = new_table(f"Memory: {number(held.peak)} of {number(held.capacity)} GiB", *columns)
     for name, value in _parts(held).items():
-        cells = [name, f"{value:.4g}", bar(value, held.capacity)]
-        made.add_row(*cells, *([f"{getattr(other, name):.4g}"] if other else []))
+        cells = [name, number(value), bar(value, held.capacity)]
+        made.add_row(*cells, *([number(getattr(other, name))] if other else []))
     if other and packed:
-        made.add_row("peak", f"{held.peak:.4g}", "", f"{other.peak:.4g}")
+        made.add_row("peak", number(held.peak), "", number(other.peak))
         step = plan.predicted.tokens_per_second_per_device
         theirs = packed.predicted.tokens_per_second_per_device if packed.predicted else 0.0
-        made.add_row("tokens/s a device", f"{step:.4g}", "", f"{theirs:.4g}")
+        made.add_row("tokens/s a device", number(step), "", number(theirs))
     return made
 
 
@@ -88,15 +88,15 @@ def _parts(memory: Memory) -> dict[str, float]:
 
 def _alternatives(alternatives: list[Alternative]) -> RenderableType:
     made = new_table(
-        "Alternatives", "plan", ">micro-batch", "recompute", ">s a step", ">GiB", "runs", "why"
+        "Alternatives", "plan", ">batch", "recompute", ">tokens/s a device", ">GiB", "runs", "why"
     )
     for a in alternatives:
         made.add_row(
             shape(a),
             str(a.micro_batch_size),
             a.activation_checkpointing,
-            f"{a.step_seconds:.3g}",
-            f"{a.memory_gib:.4g}",
+            number(a.predicted.tokens_per_second_per_device) if a.predicted else "-",
+            number(a.memory_gib),
             "yes" if a.runnable else "not yet",
             a.why,
         )
@@ -105,14 +105,15 @@ def _alternatives(alternatives: list[Alternative]) -> RenderableType:
 
 def picture_of_answer(answer: Answer) -> RenderableType:
     lines = [
-        f"{answer.settings}: {answer.step_seconds:.3g} s a step, "
-        f"{answer.tokens_per_second_per_device:.4g} tokens/s a device, {answer.memory_gib:.4g} of "
-        f"{answer.capacity_gib:.4g} GiB",
+        f"{answer.settings}: {number(answer.step_seconds, 3)} s a step, "
+        f"{number(answer.tokens_per_second_per_device)} tokens/s a device, "
+        f"{number(answer.memory_gib)} of {number(answer.capacity_gib)} GiB",
         f"limit: {answer.limit}",
     ]
     if answer.missing:
         lines.append(f"the runtime cannot run it yet: it lacks {', '.join(answer.missing)}")
-    return Group(Text(f"{answer.value:,} {answer.unit}", "bold"), *map(Text, lines))
+    unit = answer.unit.removesuffix("s") if answer.value == 1 else answer.unit
+    return Group(Text(f"{answer.value:,} {unit}", "bold"), *map(Text, lines))
 
 
 def picture_of_ep_curve(curve: EpCurve) -> RenderableType:
@@ -122,9 +123,13 @@ def picture_of_ep_curve(curve: EpCurve) -> RenderableType:
         cells = []
         for ep in eps:
             cell = row.by_ep[ep]
-            text = f"{cell.seconds:.3g}" + ("" if cell.fits else " (memory)")
+            text = number(cell.seconds, 3) + ("" if cell.fits else " (memory)")
             cells.append(Text(text, "bold" if ep == row.fastest else ""))
         made.add_row(f"{row.tokens_per_rank:,}", *cells)
+    if len(eps) == 1:
+        said = "No other EP divides both this plan's shards and the experts"
+        fix = "--fix fsdp=N or --fix ep=N keeps another plan"
+        return Group(Text(curve.kept), made, Text(f"{said}: {fix}."))
     lines = [f"{w.assumed}: best is {windows_in_words(w.windows)}" for w in curve.windows]
     last = (
         f"up to {curve.fits_up_to:,} tokens a rank fit"

@@ -153,12 +153,20 @@ class RunDirectory:
         return found
 
     def metrics(self) -> list[StepMetrics]:
-        """The lines of `train/metrics.jsonl`; empty when nothing was trained."""
+        """The lines of `train/metrics.jsonl`; empty when nothing was trained.
+
+        Raises InputError for a line that is none of ours.
+        """
         path = self / "train/metrics.jsonl"
         if not path.is_file():
             return []
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return [from_data(StepMetrics, json.loads(line), path) for line in lines if line.strip()]
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+            steps = [json.loads(line) for line in lines if line.strip()]
+        except (OSError, ValueError) as e:
+            fix = "train again, or take another run"
+            raise InputError(path, fault=f"cannot be read: {e}", fix=fix) from e
+        return [from_data(StepMetrics, step, path) for step in steps]
 
 
 @contextlib.contextmanager

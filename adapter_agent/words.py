@@ -11,6 +11,11 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
+def number(value: float, digits: int = 4) -> str:
+    """`11,340`, `95.92`, `0.876`: significant digits, and never an exponent for large ones."""
+    return f"{value:,.{digits}g}" if value < 10**digits - 0.5 else f"{value:,.0f}"
+
+
 def _three(value: float) -> str:
     """Three digits, or four without an exponent."""
     return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
@@ -44,9 +49,11 @@ def parameters_by_part(analysis: ModelAnalysis) -> dict[str, int]:
 
 
 def shape(plan: Plan | Alternative) -> str:
-    """The axes of a plan that are larger than one, e.g. `fsdp 2 x ep 2`."""
-    axes = vars(plan.parallelism).items()
-    return " x ".join(f"{name} {size}" for name, size in axes if size > 1) or "one device"
+    """The axes of a plan that are larger than one, e.g. `fsdp 2 x ep 2`; without expert parallelism
+    the shards of experts are those of everything."""
+    p = plan.parallelism
+    axes = {k: n for k, n in vars(p).items() if n > 1 and (k != "efsdp" or p.ep > 1)}
+    return " x ".join(f"{name} {size}" for name, size in axes.items()) or "one device"
 
 
 def letters(analysis: ModelAnalysis) -> dict[str, str]:

@@ -40,7 +40,7 @@ def write_text(path: str | Path, text: str) -> Path:
         fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as e:
         fault = f"cannot be written: {e.strerror}"
-        raise InputError(path, fault=fault, fix="choose another --run-dir") from e
+        raise InputError(path, fault=fault, fix="choose another folder") from e
     try:
         with os.fdopen(fd, "w", encoding="utf-8") as f:
             f.write(text)

@@ -17,6 +17,8 @@ from strategies.space import FEATURES, features_of
 
 MAX_ALTERNATIVES = 6
 """Of those that can be run."""
+SAME = 0.0005
+"""Share of the time that no table shows."""
 SHOWN = ("parallelism", "micro_batch_size", "activation_checkpointing")
 """Fields of a plan that an alternative names by themselves."""
 
@@ -168,6 +170,8 @@ def _limit(problem: Problem, family: Points, best: Points, predicted: Predicted)
         scale = predicted.step_seconds / float(fastest.seconds[0]) * ratio
         # Seconds for the tokens of the plan's step, so that batches of any size compare.
         growth = {name: theirs[name] * scale - ours[name] for name in theirs}
+        if ratio - 1 < SAME:
+            return f"time: no less a token; {compared(fastest, best).split(', ')[1]}"
         part = max(growth, key=lambda name: growth[name])
         return (
             f"time: {ratio - 1:.1%} more a token; {part.replace('_', ' ')} "

@@ -12,21 +12,18 @@ from analyzers.errors import InfeasibleError, InputError
 from strategies.alternatives import missing, settings
 from strategies.candidates import DISPATCHERS, RECOMPUTATION, Candidates, Column, columns
 from strategies.cluster import degraded
+from strategies.infeasible import no_layout, nothing_fits
 from strategies.parts import smallest_part
 from strategies.pricing import GIB, CostModel
-from strategies.problem import Problem
-from strategies.solver import Points, price, solve
+from strategies.problem import LONGEST, Problem
+from strategies.solver import Points, price, price_all, solve
 from strategies.space import divisors
 
 SEQUENCE_STEP = 128
 """Sequences are counted in multiples of this."""
-LONGEST = 1 << 24
-"""Tokens of a sequence, where the model does not say what it takes."""
 MOST_SEQUENCES = 1 << 14
 """Larger micro-batches are not tried."""
 SHOWN_TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
-VARIED = ("ep", "dispatcher", "micro_batch_size", "sequence_length", "gradient_accumulation")
-"""Columns in which the rows of an EP curve differ."""
 VARIED = ("ep", "dispatcher", "micro_batch_size", "sequence_length", "gradient_accumulation")
 """Columns in which the rows of an EP curve differ."""
 FEWEST_TOKENS, MOST_TOKENS, TOKENS_PER_OCTAVE = 512, 65536, 16
@@ -164,7 +161,7 @@ def ep_curve(problem: Problem, like: Candidates | None = None) -> EpCurve:
         fix = "give a mixture-of-experts model"
         raise InputError("--ask", field="ep-curve", fault="the model has no experts", fix=fix)
     if like is None:
-        like = _require(_fastest(replace(problem, allow=frozenset()))).plans
+        like = _require_fastest(replace(problem, allow=frozenset())).plans
     octaves = math.log2(MOST_TOKENS / FEWEST_TOKENS)
     fine = np.geomspace(FEWEST_TOKENS, MOST_TOKENS, round(octaves * TOKENS_PER_OCTAVE) + 1)
     pricing = problem.pricing
@@ -188,12 +185,12 @@ def ep_curve(problem: Problem, like: Candidates | None = None) -> EpCurve:
 
 def degraded_links(problem: Problem, scale: float) -> list[Degraded]:
     """What links at `scale` of their rate cost, one tier after the other."""
-    best = _require(_fastest(problem))
+    best = _require_fastest(problem)
     found = []
     for tier in problem.cluster.tiers:
         slow = problem.on(degraded(problem.cluster, tier.name, scale))
         same = price(slow.pricing, best.plans)
-        anew = _require(_fastest(slow))
+        anew = _require_fastest(slow)
         found.append(
             Degraded(
                 tier=tier.name,
@@ -242,10 +239,13 @@ def _answer(problem: Problem, point: Points, value: int, unit: str, limit: str) 
     )
 
 
-def _require(point: Points | None) -> Points:
-    if point is None:
-        raise InfeasibleError("no plan fits in device memory")
-    return point
+def _require_fastest(problem: Problem) -> Points:
+    found = solve(problem.space(problem.allow), problem.pricing)
+    if not found.plans:
+        raise no_layout(problem)
+    if found.best is None:
+        raise nothing_fits(problem, price_all(problem.space(), problem.pricing))
+    return found.best
 
 
 def _over_tokens(problem: Problem, pricing: CostModel, like: Candidates, tokens: Column) -> Points:

@@ -1,93 +1,25 @@
-"""A search's outcome in words and numbers: why this plan, and why none fits."""
+"""Why this plan, in sentences with numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 
-import numpy as np
-
-from analyzers.errors import InfeasibleError
 from strategies.alternatives import settings
 from strategies.answers import ep_curve, windows_in_words
 from strategies.candidates import RECOMPUTATION
 from strategies.problem import Problem
 from strategies.schema import Alternative, Plan, Searched
-from strategies.solver import MAX_OOM_PROBABILITY, QUANTILE, Points, solve, step_tokens
-from strategies.space import FEATURES, make_space
+from strategies.solver import Points, step_tokens
+from strategies.space import FEATURES
 
 FULL = RECOMPUTATION.index("full")
-MAX_LISTED = 12
-"""Layouts that a message names."""
-
-
-def no_layout(problem: Problem) -> InfeasibleError:
-    """Which forced value or which global batch leaves nothing to search."""
-    cluster, job = problem.cluster, problem.job
-    axes = {k: v for k, v in problem.fixed.items() if k != "micro_batch_size"}
-    free = make_space(problem.model, cluster, job, allow=problem.allow).layouts
-    asked = np.ones(len(free), bool)
-    for key, value in axes.items():
-        asked &= getattr(free, key) == value
-    if axes and not asked.any():
-        wanted = ", ".join(f"{k}={v}" for k, v in axes.items())
-        rows = zip(free.dp_replicate.tolist(), free.fsdp.tolist(), free.ep.tolist(), strict=True)
-        offered = [f"{a}x{b}x{c}" for a, b, c in rows]
-        more = f", and {len(offered) - MAX_LISTED} more" if len(offered) > MAX_LISTED else ""
-        return InfeasibleError(
-            f"no layout of the {cluster.world_size} devices of {cluster.name} has {wanted} "
-            f"(dp_replicate x fsdp x ep on offer: {', '.join(offered[:MAX_LISTED])}{more})"
-        )
-    step, ranks = job.global_batch_size or 0, cluster.world_size
-    micro = problem.fixed.get("micro_batch_size", 1)
-    return InfeasibleError(
-        f"a global batch of {step} sequences does not split into micro-batches of {micro} over "
-        f"{ranks} data-parallel ranks (give a multiple of {ranks * micro}, e.g. "
-        f"--global-batch-size {max(round(step / ranks / micro), 1) * ranks * micro})"
-    )
-
-
-def nothing_fits(problem: Problem, table: Points) -> InfeasibleError:
-    """Which limit binds and by how much, and what the runtime lacks would change it."""
-    pricing = problem.pricing
-    if not len(table):
-        return InfeasibleError(
-            "no plan with what --fix and --allow ask for fits in device memory (use more devices, "
-            "a shorter sequence or a lower LoRA rank)"
-        )
-    lean = int(np.argmin(table.peak + QUANTILE * table.deviation))
-    point = table.take(slice(lean, lean + 1))
-    held = asdict(pricing.predicted(point, 0.0).memory_gib)
-    peak, capacity = held.pop("peak"), held.pop("capacity")
-    shown = ", ".join(
-        f"{k.replace('_', ' ')} {v:.1f}"
-        for k, v in sorted(held.items(), key=lambda kv: -kv[1])
-        if v >= 0.05
-    )
-    over = peak - capacity
-    verdict = (
-        f"{over:.1f} GiB too much"
-        if over > 0
-        else f"more than {MAX_OOM_PROBABILITY:.0%} likely to overflow"
-    )
-    helps = [
-        f"{FEATURES[name]} (--allow {name})"
-        for name in problem.features
-        if name not in problem.allow and solve(problem.space(require=name), pricing).best
-    ]
-    advice = "use more devices, a shorter sequence or a lower LoRA rank"
-    if helps:
-        advice += f"; it would fit with what the runtime cannot run yet: {', '.join(helps)}"
-    return InfeasibleError(
-        f"no plan fits in device memory: the leanest of {len(table)} ({settings(point.plans)}) "
-        f"needs {peak:.1f} of {capacity:.1f} GiB a device, {verdict}; GiB by part: {shown} "
-        f"({advice})"
-    )
 
 
 def explain(
-    plan: Plan, problem: Problem, best: Points, fitting: Points, gains: list[Alternative]
+    plan: Plan, problem: Problem, best: Points, fitting: Points, gains: Mapping[str, Alternative]
 ) -> list[str]:
-    """Why this plan, in sentences with numbers."""
+    """Why this plan; `gains` by the feature that the runtime lacks."""
     assert plan.searched
     predicted, p = plan.predicted, plan.parallelism
     step, held, seconds = predicted.step, predicted.memory_gib, predicted.step_seconds
@@ -96,12 +28,12 @@ def explain(
     tokens = int(step_tokens(best.plans)[0])
     said = [
         _how_it_was_found(plan.searched, len(fitting)),
-        f"{settings(best.plans)}: {seconds:.3g} s a step of {tokens:,} tokens ({low:.3g} to "
-        f"{high:.3g} s four times in five), {predicted.tokens_per_second_per_device:,.0f} "
-        "tokens/s a device.",
+        f"{settings(best.plans)}: {_three(seconds)} s a step of {tokens:,} tokens "
+        f"({_three(low)} to {_three(high)} s four times in five), "
+        f"{predicted.tokens_per_second_per_device:,.0f} tokens/s a device.",
         "Of the step, " + _shares(asdict(step), seconds) + ".",
         f"By bounds alone, before any plan is priced, none that may fit takes less than "
-        f"{predicted.lower_bound_seconds:.3g} s for these tokens: a gap of "
+        f"{_three(predicted.lower_bound_seconds)} s for these tokens: a gap of "
         f"{predicted.optimality_gap:.0%}, which pricing then closes.",
         f"Peak memory is {held.peak:.1f} of {held.capacity:.1f} GiB ({least:.1f} to {most:.1f} "
         f"four times in five), {held.frozen_weights:.1f} of it frozen weights over "
@@ -123,11 +55,10 @@ def explain(
     if problem.model.experts and p.fsdp * p.tp > 1:
         said.append(_ep_by_tokens(problem, best))
     if gains:
-        listed = "; ".join(a.why for a in gains)
+        listed = "; ".join(a.why for a in gains.values())
         said.append(f"Priced, but the runtime cannot run it yet: {listed}.")
-    tried = [FEATURES[f] for f in problem.features if f not in problem.allow]
-    lacking = plan.missing
-    vain = [name for name in tried if not any(a.missing == [*lacking, name] for a in gains)]
+    tried = [f for f in problem.features if f not in problem.allow]
+    vain = [FEATURES[f] for f in tried if f not in gains]
     beyond = plan.searched_beyond
     if beyond:
         said.append(
@@ -168,6 +99,11 @@ def _how_it_was_found(searched: Searched, fitting: int) -> str:
     )
 
 
+def _three(value: float) -> str:
+    """Three digits, or more where there would be an exponent."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
+
+
 def _shares(step: dict[str, float], seconds: float) -> str:
     words = {
         "all_to_all": "token exchange",
@@ -192,6 +128,8 @@ def _assumptions(problem: Problem) -> str:
         spread = f"routing by a power law of exponent {routing.exponent:g}"
     else:
         spread = "even routing"
+    if not problem.model.experts:
+        return "Assumed: tensor parallelism lies innermost on the devices."
     return (
         f"Assumed: {spread}; a token travels once to each rank that holds some of its experts; "
         "tensor parallelism lies innermost on the devices."

@@ -18,14 +18,13 @@ from strategies.candidates import (
     columns,
 )
 from strategies.cluster import Cluster
-from strategies.cost import collectives
+from strategies.cost import GIB, collectives
 from strategies.cost.compute import rates
 from strategies.cost.routing import BALANCED
 from strategies.schema import Capacity, Mapping, Memory, Parallelism, Plan, Predicted, StepTime
 from strategies.solver import QUANTILE, Points, Prices, price, step_tokens
 from strategies.workload import Workload
 
-GIB = cost.GIB
 FOUR_IN_FIVE = 1.2815515655446004
 """Standard deviations on either side of the mean that hold four of five normal values."""
 

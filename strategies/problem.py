@@ -17,6 +17,11 @@ from strategies.workload import PART_OF_TARGET, Workload, workload
 
 SKEW = ("capacity", "copies")
 """Features that change nothing while routing is even: they are searched where it is not."""
+MOST_RANK = 1 << 16
+MOST_SEQUENCES = 1 << 20
+"""Of a step, and of any forced value: beyond all use, and exact in the columns' 64 bits."""
+LONGEST = 1 << 24
+"""Tokens of a sequence, where the model does not say what it takes."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,9 @@ class Problem:
         """Those that can matter to this model and job."""
         even = not self.job.routing.exponent and not self.job.routing.loads
         absent = {
-            "packed_experts": not self.model.packed_format
+            # Weights that are trained are not held packed.
+            "packed_experts": self.job.training == "full"
+            or not self.model.packed_format
             or self.cluster.device.training_dtype == "float32",
             "mapping": len(self.cluster.tiers) == 1 or not self.model.experts,
             "hierarchical": len(self.cluster.tiers) == 1 or not self.model.experts,
@@ -69,33 +76,37 @@ def make_problem(
 ) -> Problem:
     """`fixed` comes on top of what the job fixes. Raises InputError for what cannot be."""
     fixed = {**job.fixed, **(fixed or {})}
+    _check_job(analysis, job)
     routing = Routing(job.routing.exponent, tuple(job.routing.loads))
     work = workload(analysis, job.lora, training=job.training, routing=routing)
     if unknown := set(allow) - FEATURES.keys():
         fault = f"{', '.join(sorted(unknown))}: nothing of that name is priced"
         raise InputError("--allow", fault=fault, fix=f"one of: {', '.join(FEATURES)}, all")
-    _check_job(analysis, work, job)
+    _check_adapters(work, job)
     model = model_of(analysis)
     _check_fixed(model, cluster, fixed, allow)
     longest = analysis.max_sequence_length
     return Problem(model, cluster, job, work, fixed, frozenset(allow), longest, constants)
 
 
-def _check_job(analysis: ModelAnalysis, work: Workload, job: Job) -> None:
-    if job.lora.rank < 1:
-        fault = f"must be > 0, found {job.lora.rank}"
+def _check_job(analysis: ModelAnalysis, job: Job) -> None:
+    if not 1 <= job.lora.rank <= MOST_RANK:
+        fault = f"must be 1 to {MOST_RANK:,}, found {job.lora.rank}"
         raise InputError("job", field="lora.rank", fault=fault, fix="--lora-rank N")
+    longest = analysis.max_sequence_length
+    if not 1 <= job.sequence_length <= (longest or LONGEST):
+        fault = f"{job.sequence_length} tokens; the model takes 1 to {longest or LONGEST}"
+        raise InputError("job", field="sequence_length", fault=fault, fix="--sequence-length N")
+    if job.global_batch_size is not None and not 1 <= job.global_batch_size <= MOST_SEQUENCES:
+        fault = f"must be 1 to {MOST_SEQUENCES:,}, found {job.global_batch_size}"
+        raise InputError("job", field="global_batch_size", fault=fault, fix="--global-batch-size N")
+
+
+def _check_adapters(work: Workload, job: Job) -> None:
     if job.training == "lora" and not work.dense_adapters + work.expert_adapters:
         fault = f"{', '.join(job.lora.targets) or 'nothing'}: the model has no such layer to adapt"
         fix = f"choose among {', '.join(PART_OF_TARGET)}"
         raise InputError("job", field="lora.targets", fault=fault, fix=fix)
-    longest = analysis.max_sequence_length
-    if job.sequence_length < 1 or (longest and job.sequence_length > longest):
-        fault = f"{job.sequence_length} tokens; the model takes 1 to {longest or 'any number'}"
-        raise InputError("job", field="sequence_length", fault=fault, fix="--sequence-length N")
-    if job.global_batch_size is not None and job.global_batch_size < 1:
-        fault = f"must be > 0, found {job.global_batch_size}"
-        raise InputError("job", field="global_batch_size", fault=fault, fix="--global-batch-size N")
 
 
 def _check_fixed(
@@ -106,14 +117,16 @@ def _check_fixed(
         if key not in known:
             fix = f"known: {', '.join(known)}"
             raise InputError("--fix", field=key, fault="cannot be forced", fix=fix)
-        if value < 1:
-            raise InputError("--fix", field=key, fault=f"must be > 0, found {value}")
+        if not 1 <= value <= MOST_SEQUENCES:
+            fault = f"must be 1 to {MOST_SEQUENCES:,}, found {value}"
+            raise InputError("--fix", field=key, fault=fault)
         if key in FEATURES and value != 1 and key not in allow:
             fault = f"the runtime cannot run {FEATURES[key]} yet"
             fix = f"leave it at 1, or plan it all the same with --allow {key}"
             raise InputError("--fix", field=key, fault=fault, fix=fix)
-    ep = fixed.get("ep", 1)
-    experts = model.experts or 1
+    ep, experts = fixed.get("ep", 1), model.experts
+    if ep > 1 and not experts:
+        raise InputError("--fix", field="ep", fault="the model has no experts", fix="leave it at 1")
     if experts % ep or cluster.world_size % ep:
         possible = [d for d in divisors(cluster.world_size) if experts % d == 0]
         fault = f"{ep} must divide {experts} experts and {cluster.world_size} devices"

@@ -17,7 +17,8 @@ from strategies.alternatives import (
 )
 from strategies.cluster import Cluster
 from strategies.cost import Constants
-from strategies.explain import explain, no_layout, nothing_fits
+from strategies.explain import explain
+from strategies.infeasible import no_layout, nothing_fits
 from strategies.parts import fastest_part
 from strategies.pricing import plan_fields
 from strategies.problem import Problem, make_problem
@@ -65,7 +66,7 @@ def search(
         cluster=used.name,
         world_size=used.world_size,
         predicted=predicted,
-        alternatives=[*told, *gains],
+        alternatives=[*told, *gains.values()],
         rejected=_rejected(problem, table, searched),
         families=families(problem, table, best, predicted) if len(table) else {},
         survey=cells(problem, table),
@@ -119,34 +120,34 @@ def _searched(found: Solution) -> Searched:
     )
 
 
-def _gains(problem: Problem, best: Points) -> tuple[list[Alternative], Searched | None]:
-    """What each feature that the runtime lacks would gain, and all of them together, and how the
-    space with all of them was searched.
+def _gains(problem: Problem, best: Points) -> tuple[dict[str, Alternative], Searched | None]:
+    """What each feature that the runtime lacks would gain, by its name, and `all` of them together,
+    and how the space with all of them was searched.
 
     Packed experts are told even where they gain nothing: they decide how much memory is left.
     """
     pricing, fastest = problem.pricing, float(best.per_token[0])
     others = [f for f in problem.features if f not in problem.allow]
-    found: list[tuple[Points, Alternative]] = []
+    found: dict[str, Alternative] = {}
+    known = fastest
     beyond: Searched | None = None
 
-    def look(why: str, to_beat: float, allow: Collection[str], require: str | None) -> Solution:
-        space = problem.space(allow, require=require)
-        solution = solve(space, pricing, to_beat=to_beat)
+    def tell(name: str, why: str, solution: Solution) -> None:
+        nonlocal known
         if solution.best:
-            told = alternative(problem, solution.best, best, why, solution.bound)
-            found.append((solution.best, told))
-        return solution
+            found[name] = alternative(problem, solution.best, best, why, solution.bound)
+            known = min(known, float(solution.best.per_token[0]))
 
     for name in others:
         to_beat = np.inf if name == "packed_experts" else fastest * (1 - WORTH)
-        look(f"with {FEATURES[name]}", to_beat, problem.allow, name)
+        space = problem.space(problem.allow, require=name)
+        tell(name, f"with {FEATURES[name]}", solve(space, pricing, to_beat=to_beat))
     if len(others) > 1:
-        known = min([fastest, *(float(p.per_token[0]) for p, _ in found)])
-        beyond = _searched(
-            look("with all of these", known * (1 - WORTH), {*problem.allow, *others}, None)
-        )
-    return [told for _, told in found], beyond
+        space = problem.space({*problem.allow, *others})
+        solution = solve(space, pricing, to_beat=known * (1 - WORTH))
+        tell("all", "with all of these", solution)
+        beyond = _searched(solution)
+    return found, beyond
 
 
 def _rejected(problem: Problem, table: Points, searched: Searched) -> dict[str, int]:

@@ -243,6 +243,9 @@ def _simplicity(c: Candidates) -> Column:
         c.dispatcher == DISPATCHERS.index("hierarchical"),
         c.expert_format >= PACKED,
         np.isfinite(c.capacity_factor),
+        c.expert_copies > 0,
         c.offload,
+        c.shards_inside,
+        c.replicas_outside,
     )
     return np.sum(switched_on, axis=0)

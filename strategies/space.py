@@ -230,7 +230,7 @@ def _stem_options(
     elif step is None:
         sizes = MICRO_BATCHES
     else:
-        sizes = [n for n in divisors(step) if n <= MAX_MICRO_BATCH]
+        sizes = [n for n in range(1, MAX_MICRO_BATCH + 1) if step % n == 0]
     return _table(
         micro_batch_size=sizes,
         virtual_stages=VIRTUAL_STAGES if "pp" in allow else (1,),

@@ -13,6 +13,9 @@ from strategies.schema import Lora
 Training = Literal["lora", "full"]
 Precision = Literal["bf16", "fp8", "mxfp8", "nvfp4"]
 
+FUSED_EXPERTS = ("mxfp8", "nvfp4")
+"""Precisions whose grouped products of Transformer Engine add biases, clamp and gate themselves
+(pytorch/ops/fused/forward_grouped_mlp.py, from 2.15)."""
 PART_OF_TARGET = {
     "attention": "mixer",
     "routed_experts": "routed_experts",
@@ -21,6 +24,16 @@ PART_OF_TARGET = {
     "latent_projection": "latent_projection",
 }
 BFLOAT16 = 2
+BIAS_BYTES, BIAS_BYTES_BACKWARD, BIAS_GRADIENT_BYTES = 28.0, 28.0, 12.0
+"""Moved for one output of an expert with a bias. The bias is scaled by the token's probability in
+float32 (4 written), added (6 read, 4 written), the experts' pieces joined (4 + 4) and made bfloat16
+(4 + 2): Megatron-Core's and NeMo AutoModel's `_apply_bias` (transformer/moe/experts.py,
+components/moe/experts.py). Backward: the two casts and the split (6 + 6 + 4), the product with the
+bias for the probability (8 + 4), and, trained, the product with the probability and its sum."""
+CLAMP_BYTES, CLAMP_BYTES_BACKWARD = 8.0, 10.0
+"""Moved for one input of a clamped gate: clamped (2 + 2) and joined (2 + 2); backward masks (4 + 2)
+and joins (2 + 2). `weighted_bias_quick_geglu_impl` of Megatron-Core, fusions/fused_bias_geglu.py;
+of the models here those with biased experts clamp."""
 DEFAULT_CALLS = 40
 """Kernels of one layer's forward where the analysis lists no operators."""
 
@@ -135,6 +148,8 @@ class Workload:
     """Of the products of layers; attention cores, router and head stay in bf16."""
     state: State = FLOAT32_STATE
     """Of what is trained."""
+    loss_size: int = 4
+    """Bytes of an entry of the log-softmax: 2 where the loss is not taken in float32."""
     routing: Routing = BALANCED
     router_groups: int = 1
     router_top_groups: int = 1
@@ -174,6 +189,7 @@ def workload(
     training: Training = "lora",
     precision: Precision = "bf16",
     state: State = FLOAT32_STATE,
+    loss_size: int = 4,
     routing: Routing = BALANCED,
 ) -> Workload:
     """`lora` is ignored by full fine-tuning, which trains every parameter."""
@@ -184,7 +200,10 @@ def workload(
     calls = sum(o.count for o in analysis.operators) or DEFAULT_CALLS * layers
     own, shared = _handed_on(analysis)
     return Workload(
-        kinds=tuple(_kind(b, lora, training, top_k, analysis.hidden_size) for b in analysis.blocks),
+        kinds=tuple(
+            _kind(b, lora, training, top_k, analysis.hidden_size, precision)
+            for b in analysis.blocks
+        ),
         head=Gemm(analysis.hidden_size, analysis.vocab_size),
         outer_parameters=sum(p.parameters for p in analysis.outer),
         layers=layers,
@@ -200,6 +219,7 @@ def workload(
         training=training,
         precision=precision,
         state=state,
+        loss_size=loss_size,
         routing=routing,
         router_groups=router.groups if router else 1,
         router_top_groups=router.top_k_groups if router else 1,
@@ -217,7 +237,9 @@ def _handed_on(analysis: ModelAnalysis) -> tuple[float, float]:
     return residual.carried_bytes_per_token, 0.0
 
 
-def _kind(block: Block, lora: Lora, training: Training, top_k: int, hidden: int) -> Kind:
+def _kind(
+    block: Block, lora: Lora, training: Training, top_k: int, hidden: int, precision: Precision
+) -> Kind:
     adapted = {PART_OF_TARGET[t] for t in lora.targets} if training == "lora" else set()
     dense = sum(x.in_features + x.out_features for x in block.linears if x.part in adapted)
     banks = block.banks if "routed_experts" in adapted else []
@@ -233,6 +255,8 @@ def _kind(block: Block, lora: Lora, training: Training, top_k: int, hidden: int)
     ranks = Work(per_token=float(BFLOAT16 * lora.rank * visited))
     works = tuple(_part_work(p, block.linears, block.banks, top_k, hidden) for p in block.parts)
     works = (*works, _between(block, hidden))
+    if precision not in FUSED_EXPERTS:
+        works = (*works, *_biased_experts(block, training, top_k))
     selective = {
         w.name: Work(per_token=min(_outputs(w), saved[w.name].per_token))
         for w in works
@@ -313,6 +337,30 @@ def _between(block: Block, hidden: int) -> PartWork:
         core_backward=Work(),
         moved=moved,
         moved_backward=moved,
+    )
+
+
+def _biased_experts(block: Block, training: Training, top_k: int) -> tuple[PartWork, ...]:
+    """What biases of experts and their clamped gates move beside the products, by visits: no
+    kernel fuses them in bfloat16."""
+    weights = sum(b.count * b.in_features * b.out_features for b in block.banks)
+    routed = sum(p.parameters for p in block.parts if p.name == "routed_experts")
+    if not block.banks or routed <= weights:  # an analysis may leave the banks unlisted
+        return ()
+    *gates, down = block.banks
+    gate, out = top_k * sum(b.out_features for b in gates), top_k * down.out_features
+    bias = BIAS_BYTES_BACKWARD + (BIAS_GRADIENT_BYTES if training == "full" else 0.0)
+    return (
+        PartWork(
+            name="expert_biases",
+            parameters=0,
+            visits=1.0,
+            gemms=(),
+            core=Work(),
+            core_backward=Work(),
+            moved=Work(per_token=CLAMP_BYTES * gate + BIAS_BYTES * out),
+            moved_backward=Work(per_token=CLAMP_BYTES_BACKWARD * gate + bias * out),
+        ),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Mapping
 from dataclasses import field
@@ -98,6 +99,9 @@ class Backend:
     matmul_tflops: dict[str, Fact]
     """Achievable dense rate by dtype: `bfloat16`, `float32`, and `float8`, `mxfloat8`, `nvfloat4`
     where the device multiplies them."""
+    attention_ratio: Fact | None = None
+    """Forward rate of causal attention kernels on long documents over that of matrix products, in
+    bfloat16."""
     processors: Fact | None = None
     """Units that the tiles of one matrix product are spread over: streaming multiprocessors."""
     launch_overhead_us: Fact
@@ -156,6 +160,14 @@ def load_links(name: str) -> Links | None:
     data = _read(name).get("links")
     where = f"analyzers/backends/{name}.yaml"
     return None if data is None else from_data(Links, data, where)
+
+
+def nearest_backend(name: str) -> str:
+    """How to mend a name that no backend has, for an error of whoever asked for it."""
+    known = backend_names()
+    listed = ", ".join(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean '{close[0]}'? known: {listed}" if close else f"one of: {listed}"
 
 
 def _read(name: str) -> dict:

@@ -29,6 +29,8 @@ BF16_STATE = State(weight=2.0, gradient=2.0, optimizer=4.0)
 MEGATRON_STATE = State(weight=2.0, gradient=2.0, optimizer=12.0)
 """Megatron-Bridge's performance recipes set `grad_reduce_in_fp32 = False`: gradients in bfloat16
 (scripts/performance of NVIDIA-NeMo/Megatron-Bridge)."""
+LOSS_SIZE = {"automodel": 2}
+"""NeMo AutoModel's benchmark recipes set `fp32_upcast: false` (examples/llm_benchmark)."""
 NATURAL = Routing(exponent=0.3)
 """Of a router that balances itself: the fullest of 64 ranks gets 1.2 to 1.35 times the mean, as
 marin#7668 measured (1.21 to 1.34 on average)."""
@@ -129,15 +131,16 @@ def case(run: PublishedRun) -> Case:
 
 
 def _workload(name: str, run: PublishedRun, family: str, precision: Precision) -> Workload:
+    loss = LOSS_SIZE.get(family, 4)
     if run.task.startswith("lora"):
         match = re.search(r"r(?:ank)? ?=? ?(\d+)", run.task) or re.search(
             r"rank (\d+)|\br(\d+)\b", run.notes
         )
         rank = int(next(g for g in match.groups() if g)) if match else 0
         rank = rank or LORA_RANK.get(family, LORA_RANK["other"])
-        return _lora(name, rank, precision, routing(run))
+        return _lora(name, rank, precision, loss, routing(run))
     if run.task in ("pretrain", "sft"):
-        return _full(name, precision, STATES[family], routing(run))
+        return _full(name, precision, STATES[family], loss, routing(run))
     raise Unknown("the task is not stated" if not run.task else f"no known task: {run.task}")
 
 
@@ -151,15 +154,21 @@ STATES = {
 
 
 @functools.cache
-def _lora(name: str, rank: int, precision: Precision, spread: Routing) -> Workload:
+def _lora(name: str, rank: int, precision: Precision, loss: int, spread: Routing) -> Workload:
     lora = Lora(rank=rank, targets=EVERYTHING)  # type: ignore[arg-type]
-    return workload(shape(name), lora, precision=precision, routing=spread)
+    return workload(shape(name), lora, precision=precision, loss_size=loss, routing=spread)
 
 
 @functools.cache
-def _full(name: str, precision: Precision, state: State, spread: Routing) -> Workload:
+def _full(name: str, precision: Precision, state: State, loss: int, spread: Routing) -> Workload:
     return workload(
-        shape(name), Lora(), training="full", precision=precision, state=state, routing=spread
+        shape(name),
+        Lora(),
+        training="full",
+        precision=precision,
+        state=state,
+        loss_size=loss,
+        routing=spread,
     )
 
 

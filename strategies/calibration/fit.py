@@ -26,10 +26,10 @@ import numpy as np
 from strategies import cost
 from strategies.candidates import Candidates
 from strategies.cluster import Cluster
+from strategies.cost import GIB
 from strategies.cost.constants import Constants
 from strategies.workload import Workload
 
-GIB = 2**30
 WIDTH = {"seconds": 0.15, "peak_gib": 0.10}
 """Of the log error of a row within its source; beyond it Huber's loss grows linearly."""
 SPREAD = {"seconds": 0.20, "peak_gib": 0.10}

@@ -82,7 +82,7 @@ def layout(run: PublishedRun, *, experts: bool) -> Layout:
             "reshard_after_forward": "reshard_after_forward=false" not in run.notes,
             "shard_parameters": sharded,
             "dispatcher": DISPATCHERS.index(_dispatcher(run, ep)),
-            "capacity_factor": run.capacity_factor or math.inf,
+            "capacity_factor": _capacity(run),
             "offload": "offload" in run.notes and "optimizer" in run.notes,
         },
     )
@@ -198,6 +198,13 @@ def _recomputation(run: PublishedRun) -> tuple[str, bool]:
     if said in ("none", "selective:none"):
         return "none", True
     return "selective", True
+
+
+def _capacity(run: PublishedRun) -> float:
+    """None is set where none is stated, except that an exchange of fixed size has one."""
+    if run.capacity_factor is None and re.search(r"\bfixed\b", run.dispatcher.lower()):
+        raise Unknown("the capacity of its fixed exchange is not stated")
+    return run.capacity_factor or math.inf
 
 
 def _dispatcher(run: PublishedRun, ep: int) -> str:

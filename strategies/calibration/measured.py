@@ -51,7 +51,8 @@ def refit(
 ) -> tuple[Constants, Refit]:
     """The constants after a run of `plan`, and what changed.
 
-    Raises InputError when the run has too few steps, or its plan is for other devices.
+    Raises InputError when the run has too few steps, some without a time, or a plan for other
+    devices.
     """
     _check(cluster, plan, steps)
     counted = steps[WARM_UP:]
@@ -111,6 +112,10 @@ def _check(cluster: Cluster, plan: Plan, steps: Sequence[Step]) -> None:
     if len(steps) < WARM_UP + FEWEST:
         fault = f"has {len(steps)} steps; {WARM_UP} warm up and {FEWEST} more are needed"
         raise InputError("--measured", fault=fault, fix="train longer")
+    for i, step in enumerate(steps, 1):
+        if not 0 < step.seconds < np.inf or not 0 <= step.peak_gib < np.inf:
+            fault = f"step {i} took {step.seconds} s and {step.peak_gib} GiB"
+            raise InputError("--measured", fault=fault, fix="give a run with measured steps")
 
 
 def _loads(steps: Sequence[Step]) -> tuple[float, ...]:

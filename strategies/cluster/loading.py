@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from analyzers.backends import Backend, Fact, backend_names, load_backend
+from analyzers.backends import Backend, Fact, backend_names, load_backend, nearest_backend
 from analyzers.documents import write_text
 from analyzers.errors import InputError
 from strategies.cluster.hostlist import expand_hostlist
@@ -178,12 +177,9 @@ def _summary(origins: dict[str, str]):
 
 
 def _device(yaml: YamlFile, file: TopologyFile) -> Backend:
-    known = backend_names()
-    if file.device not in known:
-        close = difflib.get_close_matches(file.device, known, n=1)
-        listed = ", ".join(known)
-        fix = f"did you mean '{close[0]}'? known: {listed}" if close else f"one of: {listed}"
-        raise yaml.error(("device",), fault=f"'{file.device}' is not a known backend", fix=fix)
+    if file.device not in backend_names():
+        fault, fix = f"'{file.device}' is not a known backend", nearest_backend(file.device)
+        raise yaml.error(("device",), fault=fault, fix=fix)
     device = load_backend(file.device)
     if file.device_overrides is None:
         return device

@@ -22,6 +22,9 @@ PEAK_SHARE = {"matmul": 0.7, "memory": 0.85}
 """Where only the vendor's peak is known. Achieved on H200: 690 of 989 TFLOPS, 4260 of 4800 GB/s."""
 EXPERT_BYTES = {"bf16": 2.0, "fp32": 4.0, "mxfp4": 0.53, "fp8": 1.0}
 """Bytes per routed-expert parameter; MXFP4 is 4 bits and one scale byte for 32 values."""
+ATTENTION_RATIO = 0.7
+"""Of attention's forward kernels to matrix products where nobody measured the device's: 0.68 to
+0.81 on seven devices of NVIDIA."""
 DTYPE_OF = {"bf16": "bfloat16", "fp8": "float8", "mxfp8": "mxfloat8", "nvfp4": "nvfloat4"}
 """Key in a backend's `matmul_tflops`."""
 LINEAR_INTENSITY, LINEAR_INTENSITY_BACKWARD = 16.8, 12.0
@@ -38,11 +41,16 @@ WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1.03, "nvfp4": 0.56}
 """Of a weight that a product reads."""
 TILE_ROWS, TILE_COLUMNS = 128, 256
 """Of the output tile of one multiprocessor, as cuBLAS and CUTLASS choose for large products."""
+STREAMS = 4
+"""Experts whose products run at once: Transformer Engine's grouped product is one cuBLAS call an
+expert on four streams (common/gemm/cublaslt_gemm.cu)."""
+ROUTED = ("routed_experts", "expert_biases")
+"""Work of which the fullest device has more."""
 NOT_COMPUTED = ("vision", "embedding")
 """Images are no part of a job, and a lookup is priced as nothing."""
-LOSS_BYTES = 14
-"""Moved for a token and vocabulary entry: logits written and read as bf16, float32 log-softmax
-written and read, gradient written."""
+LOSS_BYTES = 6
+"""Moved for a token and vocabulary entry: logits written and read as bf16, gradient written;
+besides, the log-softmax is written and read."""
 NONE, SELECTIVE, FULL = (RECOMPUTATION.index(n) for n in ("none", "selective", "full"))
 
 
@@ -54,6 +62,8 @@ class Rates:
     """FLOP/s of the products of layers, in the job's precision."""
     bf16_matmul: float
     """FLOP/s in the compute dtype: attention, router, head."""
+    attention: float
+    """FLOP/s of forward attention kernels on long documents."""
     bandwidth: float
     """Bytes/s of device memory."""
     launch: float
@@ -79,9 +89,12 @@ def rates(device: Backend, precision: Precision = "bf16") -> Rates:
         return fact.value * (PEAK_SHARE[kind] if fact.origin == "spec" else 1.0)
 
     matmul = device.matmul_tflops[wanted]
+    bf16 = achievable(device.matmul_tflops[compute], "matmul") * 1e12
+    ratio = device.attention_ratio.value if device.attention_ratio else ATTENTION_RATIO
     return Rates(
         matmul=achievable(matmul, "matmul") * 1e12,
-        bf16_matmul=achievable(device.matmul_tflops[compute], "matmul") * 1e12,
+        bf16_matmul=bf16,
+        attention=ratio * bf16,
         bandwidth=achievable(device.memory_gbps, "memory") * 1e9,
         launch=device.launch_overhead_us.value * 1e-6,
         processors=int(device.processors.value) if device.processors else 0,
@@ -154,7 +167,7 @@ def block_passes(
         scale = share * known.dtype_bytes / 2 / moved_rate
         moved = scale * at(part.moved, c.sequence_length)
         moved_back = scale * at(part.moved_backward, c.sequence_length)
-        if part.name == "routed_experts":
+        if part.name in ROUTED:
             moved, moved_back = moved * load.overload, moved_back * load.overload
         forward = forward + once + core + moved
         backward = backward + (once + gradient if full else once) + core_back + moved_back
@@ -179,7 +192,7 @@ def _core(work: Work, c: Candidates, known: Rates, k: Constants, intensity: floa
     """Seconds of one document: attention over pairs or windows, and linear attention by tokens."""
     pairs = causal(replace(work, per_token=0.0), c.sequence_length)
     tokens = work.per_token * c.sequence_length
-    attention = pairs / (known.bf16_matmul * k.attention_share)
+    attention = pairs / (known.attention * k.attention_share)
     return attention + tokens / (known.bandwidth * intensity)
 
 
@@ -226,11 +239,13 @@ def _product(
 
     Arithmetic: tiles of `TILE_ROWS` x `TILE_COLUMNS`, so that each of the `held` experts fills half
     a tile too much on average, and the last wave of tiles occupies the multiprocessors for half its
-    time. Without sharded parameters gradients of weights are added to sums of all micro-batches.
+    time, once for every `STREAMS` experts. Without sharded parameters gradients of weights are
+    added to sums of all micro-batches.
     """
     k_size = gemm.in_features
     padded = rows + np.where(np.asarray(held) > 1, held * TILE_ROWS / 2, 0.0)
-    tail = 0.5 * known.processors * TILE_ROWS * TILE_COLUMNS * 2.0 / rate
+    tails = np.maximum(np.asarray(held) / STREAMS, 1.0)
+    tail = tails * 0.5 * known.processors * TILE_ROWS * TILE_COLUMNS * 2.0 / rate
     arithmetic = 2.0 * padded * k_size * columns / rate
     weights = held * k_size * columns
     size = known.dtype_bytes
@@ -262,5 +277,6 @@ def head_seconds(work: Workload, c: Candidates, known: Rates, k: Constants) -> C
     rate = known.bf16_matmul * k.matmul_share
     once = tokens * work.head.flops / c.tp / rate
     products = 3 if work.training == "full" else 2
-    loss = tokens * work.vocab_size / c.tp * LOSS_BYTES * size / (known.bandwidth * k.memory_share)
+    moved = LOSS_BYTES + 2 * work.loss_size
+    loss = tokens * work.vocab_size / c.tp * moved * size / (known.bandwidth * k.memory_share)
     return products * once + loss

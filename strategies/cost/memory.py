@@ -16,6 +16,7 @@ import numpy as np
 
 from analyzers.backends import Backend
 from strategies.candidates import DISPATCHERS, Candidates, Column
+from strategies.cluster.model import GIB
 from strategies.cost.columns import at, total
 from strategies.cost.communication import PARTIAL_SUM_BYTES
 from strategies.cost.compute import FULL, NONE, SELECTIVE, Routed, expert_bytes
@@ -25,10 +26,9 @@ from strategies.cost.stages import Stages
 if TYPE_CHECKING:
     from strategies.workload import State, Workload
 
-GIB = 2**30
-LOGIT_BYTES = 12
-"""Per token and vocabulary entry. bf16: logits and their gradient 2 + 2, float32 log-softmax and
-its gradient 4 + 4; float32: three copies of 4."""
+LOGIT_BYTES = 4
+"""Per token and vocabulary entry: logits and their gradient in bf16, besides the log-softmax and
+its gradient. In float32 this makes three copies of 4."""
 BLOCKS_IN_FLIGHT = 2
 """The block that computes and the one that is prefetched."""
 FRAGMENTATION = 0.05
@@ -89,7 +89,7 @@ def memory(
     frozen, trained, gradients, optimizer = resident(work, c, size, stages)
     unsharded = _unsharded(work, c, size, stages)
     kept, block = _activations(work, c, size, stages, load, k)
-    logits = c.tokens * work.vocab_size / c.tp * float(LOGIT_BYTES)
+    logits = c.tokens * work.vocab_size / c.tp * float(LOGIT_BYTES + 2 * work.loss_size)
     # Gradients of the first micro-batch come as its activations go: both are never there in full.
     fresh = c.shard_parameters & (c.gradient_accumulation == 1) & (c.pp == 1)
     activations = block + np.where(fresh, np.maximum(kept - gradients, 0.0), kept)

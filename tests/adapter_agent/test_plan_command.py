@@ -137,6 +137,9 @@ def test_routing_that_cannot_be_is_bad_input(text, said):
         ("[]", "is no list of tokens"),
         ("[1, -2]", r"\[1\]: -2 is no number of tokens"),
         ('[1, "2"]', r"\[1\]: '2' is no number of tokens"),
+        ("[1e308, 1e308]", r"\[0\]: 1e\+308 is no number of tokens"),
+        (f"[1, {10**400}]", r"\[1\]: 10000"),
+        ("[" * 100_000, "cannot be read"),
         ("[1, NaN]", r"\[1\]: nan is no number of tokens"),
         ("[true, 1]", r"\[0\]: True is no number of tokens"),
         ("[0, 0]", "gives no expert any token"),
@@ -202,3 +205,20 @@ def test_a_model_and_a_cluster_are_asked_for(plan):
     status, _, err = plan(cluster=None)
     assert status == 2
     assert "--cluster: give a topology file" in err
+
+
+def test_a_curve_of_a_plan_without_shards_says_how_to_get_one(plan):
+    status, out, _ = plan("--ask", "ep-curve", "--fix", "fsdp=1")
+    assert status == 0
+    assert "--fix ep=N" in out
+    assert "throughout" not in out
+
+
+def test_idle_devices_are_no_part_of_a_question(plan):
+    status, _, err = plan("--ask", "ep-curve", "--allow-idle")
+    assert status == 2
+    assert "--allow-idle" in err
+
+
+def test_one_device_is_one(plan):
+    assert plan("--ask", "fewest-devices")[1].startswith("1 device\n")

@@ -6,7 +6,13 @@ import textwrap
 
 import pytest
 
-from adapter_agent.run_directory import STAGES, existing_run, model_sha256, open_run
+from adapter_agent.run_directory import (
+    STAGES,
+    RunDirectory,
+    existing_run,
+    model_sha256,
+    open_run,
+)
 from analyzers.errors import InputError
 
 INPUTS = {"model": "/models/a", "steps": 3}
@@ -141,3 +147,11 @@ def test_a_model_that_was_changed_in_place_is_named(tmp_path):
     with pytest.raises(InputError, match=r"model: /models/a has changed since"):  # noqa: SIM117
         with open_run(tmp_path, {**inputs, "model_sha256": "b"}, resume=True):
             pass
+
+
+@pytest.mark.parametrize("content", [b"\x98\xff\n", b"{broken\n"])
+def test_metrics_that_cannot_be_read_are_bad_input(tmp_path, content):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train/metrics.jsonl").write_bytes(content)
+    with pytest.raises(InputError, match=r"metrics\.jsonl: cannot be read"):
+        RunDirectory(tmp_path).metrics()

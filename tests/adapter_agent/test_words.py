@@ -2,7 +2,15 @@ from dataclasses import replace
 
 import pytest
 
-from adapter_agent.words import count, layer_legend, layer_pattern, parameters_by_part, shape, size
+from adapter_agent.words import (
+    count,
+    layer_legend,
+    layer_pattern,
+    number,
+    parameters_by_part,
+    shape,
+    size,
+)
 from tests.adapter_agent import samples
 
 
@@ -56,6 +64,14 @@ def test_numbers_for_people():
         "7.1 M",
         "896",
     ]
+    assert [number(n) for n in (11_340.2, 12_191, 5_322.4, 95.92, 0)] == [
+        "11,340",
+        "12,191",
+        "5,322",
+        "95.92",
+        "0",
+    ]
+    assert number(2_735.4, 3) == "2,735"
     assert (count(999_900), size(1_045_000)) == ("1000 k", "1021 KiB")
     assert [size(n) for n in (1_560_000_000_000, 6_000_000, 12)] == ["1.42 TiB", "5.72 MiB", "12 B"]
 
@@ -70,3 +86,5 @@ def test_a_shape_names_the_axes_that_are_used():
     plan = samples.plan()
     assert shape(plan) == "fsdp 2 x ep 2"
     assert shape(replace(plan, parallelism=replace(plan.parallelism, fsdp=1, ep=1))) == "one device"
+    sharded = replace(plan.parallelism, fsdp=8, ep=1, efsdp=8)
+    assert shape(replace(plan, parallelism=sharded)) == "fsdp 8"

@@ -154,7 +154,10 @@ WRONG_TORCH = {
         "lower = (r[:, None] >= r[None, :] - 1)",
     ),
     "input changed": (RETURNED, RETURNED.replace(", ht", ", ht + 0 * v.mul_(1.01).sum()")),
-    "not the same twice": (RETURNED, RETURNED.replace(", ht", ", ht * (1 + 1e-6 * torch.rand(1))")),
+    "not the same twice": (
+        RETURNED,
+        RETURNED.replace(", ht", ", ht * (1 + 1e-6 * torch.rand_like(ht))"),
+    ),
     "reads its own scratch": (
         RETURNED,
         RETURNED.replace(", ht", " + 0 * torch.empty(1), ht"),

@@ -125,6 +125,12 @@ def test_the_ep_curve_marks_what_does_not_fit(curve, problem):
     assert {ep for _, ep in cells} == {1, 2, 4, 8, 16, 32, 64, 128}
 
 
+def test_trained_experts_are_not_held_packed(k3, supernode):
+    lora, full = (make_problem(k3, supernode, job(training=how)) for how in ("lora", "full"))
+    assert "packed_experts" in lora.features
+    assert "packed_experts" not in full.features
+
+
 def test_a_dense_model_has_no_ep_curve(tiny, supernode):
     dense = replace(make_problem(tiny, supernode, job()))
     dense = replace(dense, model=replace(dense.model, experts=0))
@@ -161,3 +167,8 @@ def test_windows_are_read_from_few_tokens_to_many():
     said = answers.windows_in_words({64: (2400, 9000), 128: (512, 2300), 32: (9100, 65536)})
     assert said == "EP 128 to 2,300, EP 64 to 9,000 tokens a rank, EP 32 above"
     assert answers.windows_in_words({2: (512, 65536)}) == "EP 2 throughout"
+
+
+def test_a_global_batch_that_does_not_split_is_no_lack_of_memory(problem):
+    with pytest.raises(InfeasibleError, match="global batch of 100 sequences does not split"):
+        answers.degraded_links(replace(problem, job=job(global_batch_size=100)), 0.5)

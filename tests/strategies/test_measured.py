@@ -84,3 +84,10 @@ def test_a_run_that_says_nothing_is_refused(k3, planned):
         refit(k3, cluster, dataclasses.replace(plan, backend="h100"), steps(1.0))
     with pytest.raises(InputError, match="its plan is for 256 devices"):
         refit(k3, cluster, dataclasses.replace(plan, world_size=256), steps(1.0))
+
+
+@pytest.mark.parametrize("seconds", [0.0, float("nan"), float("inf"), -1.0])
+def test_steps_without_a_time_are_refused(k3, planned, seconds):
+    cluster, _, plan = planned
+    with pytest.raises(InputError, match="step 1 took"):
+        refit(k3, cluster, plan, steps(seconds))

@@ -207,6 +207,14 @@ def test_nothing_fits_says_which_limit_binds_and_by_how_much(k3):
     assert f"frozen weights {float(held.frozen_weights[0]) / 2**30:.1f}" in message
 
 
+def test_a_number_of_devices_that_divides_badly_is_told_of_idle_ones(k3):
+    node = load_cluster(CLUSTERS / "supernode-128.yaml")
+    odd = replace(node, tiers=(replace(node.tiers[0], size=127, devices=127),))
+    with pytest.raises(InfeasibleError, match="EP 112 does not divide 127 devices: --allow-idle"):
+        search(k3, odd, job())
+    assert 0 < search(k3, odd, job(), allow_idle=True).idle_devices <= 127 - 112
+
+
 def test_nothing_fits_says_which_feature_would_help(k3):
     """2.8 T parameters in bf16 need 64 devices of 128 GiB; packed they lie on 32."""
     node = load_cluster(CLUSTERS / "supernode-128.yaml")
@@ -225,7 +233,7 @@ def test_a_global_batch_that_does_not_split_is_explained(tiny):
     ("fixed", "message"),
     [
         ({"epp": 2}, "--fix: epp: cannot be forced"),
-        ({"ep": 0}, "--fix: ep: must be > 0"),
+        ({"ep": 0}, "--fix: ep: must be 1 to"),
         ({"tp": 2}, "--fix: tp: the runtime cannot run tensor parallelism yet"),
     ],
 )
@@ -237,9 +245,18 @@ def test_forcing_what_cannot_be_is_bad_input(tiny, fixed, message):
 def test_forcing_a_layout_that_is_not_on_offer_lists_those_that_are(tiny):
     cluster = load_cluster(CLUSTERS / "two-ranks.yaml")
     with pytest.raises(
-        InfeasibleError, match=r"has dp_replicate=3 .*on offer: 2x1x1, 1x2x1, 1x2x2"
+        InfeasibleError, match=r"has dp_replicate=2, ep=2 .*on offer: 2x1x1, 1x2x1, 1x2x2"
     ):
-        search(tiny, cluster, job(256), fixed={"dp_replicate": 3})
+        search(tiny, cluster, job(256), fixed={"dp_replicate": 2, "ep": 2})
+
+
+def test_a_dense_model_takes_no_expert_parallelism(tiny):
+    blocks = [
+        replace(b, parts=[p for p in b.parts if p.name != "routed_experts"]) for b in tiny.blocks
+    ]
+    dense = replace(tiny, experts=None, blocks=blocks)
+    with pytest.raises(InputError, match="--fix: ep: the model has no experts"):
+        search(dense, load_cluster(CLUSTERS / "two-ranks.yaml"), job(256), fixed={"ep": 2})
 
 
 def test_what_the_job_fixes_is_kept(tiny):
@@ -264,7 +281,7 @@ def test_a_forced_axis_is_kept_where_it_is_allowed(k3):
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        (Lora(rank=0), r"lora.rank: must be > 0"),
+        (Lora(rank=0), r"lora.rank: must be 1 to"),
         (Lora(targets=["latent_projection"]), r"lora.targets: latent_projection: the model has no"),
         (Lora(targets=[]), r"lora.targets: nothing: the model has no such layer"),
     ],
@@ -355,3 +372,37 @@ def test_planning_does_not_grow_with_the_number_of_devices(k3):
     plan = search(k3, cluster, job(), fixed={"micro_batch_size": 1})
     assert plan.world_size == 100_352
     assert 896 % plan.parallelism.ep == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"lora": Lora(rank=10**26)}, "lora.rank"),
+        ({"global_batch_size": 10**26}, "global_batch_size"),
+        ({"fixed": {"micro_batch_size": 10**26}}, "micro_batch_size"),
+    ],
+)
+def test_numbers_beyond_all_use_are_bad_input_at_once(tiny, given, field):
+    with pytest.raises(InputError, match=f"{field}: must be 1 to"):
+        search(tiny, load_cluster(CLUSTERS / "two-ranks.yaml"), job(128, **given))
+
+
+def test_a_forced_axis_that_cannot_be_lists_its_values(k3):
+    cluster = load_cluster(CLUSTERS / "supernode-128.yaml")
+    with pytest.raises(InfeasibleError, match=r"has tp=5 \(tp may be 1, 2, 4"):
+        search(k3, cluster, job(), fixed={"tp": 5}, allow={"tp"})
+
+
+def test_the_multiple_that_a_global_batch_lacks_is_that_of_the_forced_layout(k3):
+    cluster = load_cluster(CLUSTERS / "supernode-128.yaml")
+    with pytest.raises(InfeasibleError, match="give a multiple of 32,"):
+        search(k3, cluster, job(global_batch_size=33), fixed={"tp": 4}, allow={"tp"})
+
+
+def test_what_saves_time_is_not_said_to_save_none(k3):
+    cluster = load_cluster(CLUSTERS / "hgx-h200-128.yaml")
+    plan = search(k3, cluster, job(), fixed={"tp": 2}, allow={"tp", "packed_experts"})
+    told = [a.why.removeprefix("with ").split(":")[0] for a in plan.alternatives]
+    (vain,) = (said for said in plan.explanation if said.startswith("Alone, none"))
+    assert "hierarchical dispatch" in told
+    assert not [name for name in told if name in vain]

@@ -54,6 +54,7 @@ def device():
         reserved_gib=fact(0.0),
         memory_gbps=fact(1000.0),
         matmul_tflops={"bfloat16": fact(100.0), "float8": fact(200.0)},
+        attention_ratio=fact(1.0),
         launch_overhead_us=fact(10.0),
         processors=None,
     )

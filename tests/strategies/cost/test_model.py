@@ -104,6 +104,54 @@ def test_token_exchange_by_hand(sparse, device, plain):
     assert slower["all_to_all"] - step["all_to_all"] == pytest.approx(2 * 2 * 2 * 1e-3)
 
 
+def test_sums_of_an_all_gather_are_cleared_and_read(sparse, device, plain):
+    """EP 4 of 4: hidden states of all four ranks arrive in bfloat16 and leave as float32 sums, 3/4
+    of them over the link; the sums are 4 * 4096 rows of 1024 x 4 bytes."""
+    work = workload(sparse, Lora(), training="full")
+    plan = columns(fsdp=4, ep=4, dispatcher=3, sequence_length=TOKENS)
+    step = parts(evaluate(work, switch(device, 4), plan, plain))
+    rows = 4 * TOKENS * 1024
+    once = rows * (2 + 4) * 0.75 / 100e9 + rows * 4 * 2 / 1000e9
+    assert step["all_to_all"] == pytest.approx(2 * 2 * once)
+
+
+def test_products_of_experts_leave_a_tail_for_every_four(sparse, device, plain):
+    """Half a wave of tiles of 128 x 256 on 10 processors: 16 experts leave 4 of them, attention's
+    products and the head's none more than one."""
+    work = workload(sparse, Lora(), training="full")
+    one = replace(device.launch_overhead_us, value=10.0)
+    plan = columns(sequence_length=TOKENS)
+    whole, with_tails = (
+        parts(evaluate(work, switch(replace(device, processors=p), 1), plan, plain))["compute"]
+        for p in (None, one)
+    )
+    tile = 0.5 * 10 * 128 * 256 * 2 / 100e12
+    # Forward and the inputs' gradient walk along the inputs, the weights' along 1024 rows an expert
+    # or 4096 tokens, no longer than the inputs are wide.
+    experts = 4 * (2 * (1024 + 512) + 1024 + 512)
+    attention = 3 * (1024 + 1024)
+    assert with_tails - whole == pytest.approx(2 * tile * (experts + attention))
+
+
+def test_biases_of_experts_move_what_nothing_fuses(sparse, device, plain):
+    """Experts of 16 x (512 + 1024) biases; a token visits four: 8 and 10 bytes for each of 512
+    inputs of the gate, 28 and 40 for each of 1024 outputs. With frozen biases 28 backward."""
+    (block,) = sparse.blocks
+    mixer, experts = block.parts
+    biased = replace(experts, parameters=experts.parameters + 16 * (512 + 1024))
+    model = replace(sparse, blocks=[replace(block, parts=[mixer, biased])])
+    plan = columns(sequence_length=TOKENS)
+    for training, output in (("full", 28 + 40), ("lora", 28 + 28)):
+        bare, more = (
+            evaluate(workload(m, Lora(), training=training), switch(device, 1), plan, plain)
+            for m in (sparse, model)
+        )
+        moved = 4 * TOKENS * (18 * 512 + output * 1024)
+        assert more.time.compute - bare.time.compute == pytest.approx(2 * moved / 1000e9)
+    fused = workload(model, Lora(), training="full", precision="mxfp8")
+    assert "expert_biases" not in {part.name for part in fused.kinds[0].works}
+
+
 def test_the_fullest_device_decides(sparse, device, plain):
     """Each of 16 devices has one expert, of loads 1, 1/2, ..., 1/16: the first exchanges 4.73 times
     the mean."""
@@ -207,6 +255,21 @@ def test_memory_of_a_full_fine_tune_by_hand(dense, device, plain):
     assert held.activations[0] == pytest.approx(3 * (110 + 220) * TOKENS)
     assert held.logits[0] == pytest.approx(12 * TOKENS * 1000)
     assert held.frozen_weights[0] == held.adapters[0] == held.dispatch[0] == 0
+
+
+def test_a_loss_in_bfloat16_keeps_and_moves_half_the_log_softmax(dense, device, plain):
+    """2 bytes less for each of two copies of 4096 x 1000 kept, and of one write and one read."""
+    plan = columns(sequence_length=TOKENS)
+    wide, narrow = (
+        evaluate(
+            workload(dense, Lora(), training="full", loss_size=n), switch(device, 1), plan, plain
+        )
+        for n in (4, 2)
+    )
+    assert wide.memory.logits - narrow.memory.logits == pytest.approx(2 * 2 * TOKENS * 1000)
+    assert narrow.memory.logits == pytest.approx(8 * TOKENS * 1000)
+    saved = wide.time.compute - narrow.time.compute
+    assert saved == pytest.approx(2 * 2 * TOKENS * 1000 / 1000e9)
 
 
 def test_gradients_come_as_activations_go(sparse, device, plain):
