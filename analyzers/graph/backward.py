@@ -1,14 +1,13 @@
-"""The graph of a LoRA backward pass of one layer: adapters on every linear layer and bank."""
+"""The calls of a LoRA backward pass of one layer: adapters on every linear layer and bank."""
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from analyzers.graph.layer import LayerGraph
 from analyzers.graph.naming import plain_name
@@ -34,12 +33,18 @@ VIEWS = {
 }
 
 
-def backward(graph: LayerGraph) -> fx.GraphModule:
-    """The backward pass of the layer with low-rank adapters beside frozen weights.
+def count_backward(graph: LayerGraph) -> Counter[str]:
+    """Calls by operator, views left out, in the backward pass of the layer with low-rank adapters
+    beside frozen weights."""
+    results, wanted = adapted(graph)
+    with _Counting() as counting:
+        gradients(results, wanted)
+    return counting.calls
 
-    Gradients of the layer's results -> those of what comes into it and of the adapters; what the
-    forward pass has kept is in the graph as constants.
-    """
+
+def adapted(graph: LayerGraph) -> tuple[list[Tensor], list[Tensor]]:
+    """The layer's results on the meta device, and what gradients go to: what comes into it and
+    the factors of the adapters."""
     batch = 1 if "batch" in graph.dynamic else graph.batch
     inputs = graph.arguments(batch, graph.tokens)
     pairs = zip(graph.placeholders(), inputs, strict=True)
@@ -47,23 +52,28 @@ def backward(graph: LayerGraph) -> fx.GraphModule:
     runner = _Adapted(graph)
     wanted += runner.factors
     results = [r for r in runner.run(*inputs) if isinstance(r, Tensor) and r.requires_grad]
-
-    def gradients(given: list[Tensor]) -> list[Tensor | None]:
-        return list(torch.autograd.grad(results, wanted, given, allow_unused=True))
-
-    traced = make_fx(gradients)([torch.empty_like(r) for r in results])
-    traced.graph.eliminate_dead_code()
-    return traced
+    return results, wanted
 
 
-def count(traced: fx.GraphModule) -> Counter[str]:
-    """Calls by operator, views left out."""
-    names = (
-        plain_name(str(n.target))
-        for n in traced.graph.nodes
-        if n.op == "call_function" and n.target is not operator.getitem
-    )
-    return Counter(name for name in names if name not in VIEWS)
+def gradients(results: list[Tensor], wanted: list[Tensor]) -> list[Tensor | None]:
+    given = [torch.empty_like(r) for r in results]
+    return list(torch.autograd.grad(results, wanted, given, allow_unused=True))
+
+
+class _Counting(TorchDispatchMode):
+    """Counts calls as they come: a graph of them would take ten times as long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = plain_name(str(func))
+        if name not in VIEWS:
+            self.calls[name] += 1
+        return func(*args, **(kwargs or {}))
 
 
 class _Adapted(Runner):

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from analyzers.graph.backward import backward, count
+from analyzers.graph.backward import count_backward
 from analyzers.graph.capture import capture
 from analyzers.graph.layer import LayerGraph
 from analyzers.graph.passes import canonicalise
@@ -55,16 +55,16 @@ def trace_blocks(model: PreTrainedModel, kinds: list[Kind]) -> Trace:
     notes = [captured.reason] if captured.reason else []
     blocks = []
     for graph in captured.graphs:
-        kept, besides, gradients = None, None, {}
+        kept, besides, backward = None, None, {}
         try:
             kept, besides = saved(graph)
-            gradients = dict(sorted(count(backward(graph)).items()))
+            backward = dict(sorted(count_backward(graph).items()))
         except Exception as e:  # a graph with data-dependent shapes runs on no other tensors
             what = "the backward pass" if kept else "what autograd keeps"
             name = f"{graph.kind.mixer}+{graph.kind.feed_forward}"
             notes.append(f"{what} of {name} was not traced: {type(e).__name__}: {e!s:.120}")
         calls, flops = _calls(graph), _linear_flops(graph)
-        blocks.append(BlockGraph(_document(graph, gradients), calls, flops, kept, besides))
+        blocks.append(BlockGraph(_document(graph, backward), calls, flops, kept, besides))
     return Trace(blocks, captured.by == "export", notes)
 
 
@@ -90,10 +90,10 @@ def _linear_flops(graph: LayerGraph) -> float:
     return total
 
 
-def _document(graph: LayerGraph, gradients: dict[str, int]) -> Graph:
+def _document(graph: LayerGraph, backward: dict[str, int]) -> Graph:
     calls = calls_of(canonicalise(graph.module))
     symbols = {dimension: symbol for symbol, dimension in graph.symbols.items()}
     batch = symbols.get("batch", graph.batch)
     regions = find_regions(calls, batch=batch, sequence=symbols.get("sequence", graph.tokens))
     document = to_document(calls, regions)
-    return dataclasses.replace(document, dynamic=graph.dynamic, backward=gradients)
+    return dataclasses.replace(document, dynamic=graph.dynamic, backward=backward)
