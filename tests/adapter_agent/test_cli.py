@@ -301,6 +301,16 @@ def test_an_interrupted_run_says_how_it_goes_on(adapt, tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("words", [["analyze", MODEL], ["plan", MODEL, "--cluster", CLUSTER]])
+def test_an_interrupted_command_says_so(adapt, monkeypatch, words):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("analyzers.analyze", interrupted)
+    status, out, err = adapt(*words, "--quiet")
+    assert (status, out, err) == (130, "", "error: interrupted\n")
+
+
 def test_a_forced_setting_is_kept_by_the_plan(adapt):
     words = ["plan", MODEL, "--cluster", CLUSTER, "--fix", "ep=2", "--json"]
     assert json.loads(adapt(*words)[1])["parallelism"]["ep"] == 2
