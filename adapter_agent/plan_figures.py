@@ -43,7 +43,7 @@ class Row:
 def plan_figures(plan: Plan, curve: EpCurve | None) -> dict[str, str]:
     """Name -> inline SVG; what there is no data for is left out."""
     made = {"step": step_figure(plan), "memory": memory_figure(plan)}
-    if plan.survey:
+    if plan.survey and plan.has_experts:
         made["survey"] = survey_figure(plan)
     if curve:
         made["curve"] = curve_figure(curve)
@@ -92,19 +92,22 @@ def _shown(plan: Plan) -> list[tuple[str, str, Predicted, bool]]:
     rows = [("the plan", _settings(plan, plan.expert_weight_format), plan.predicted, plan.runnable)]
     for a in plan.alternatives:
         if a.predicted:
-            experts = str(a.settings.get("expert_weight_format", plan.expert_weight_format))
+            other = a.settings.get("expert_weight_format")
+            experts = str(other) if other else plan.expert_weight_format
             why = a.why.partition(":")[0]
             rows.append((why, _settings(a, experts), a.predicted, a.runnable))
     return rows
 
 
-def _settings(plan: Plan | Alternative, experts: str) -> str:
-    """`TP 2, EP 64 x 2, batch 1, mxfp4`; sharding is what is left of the devices."""
+def _settings(plan: Plan | Alternative, experts: str | None) -> str:
+    """`TP 2, EP 64 x 2, batch 1, mxfp4`; sharding is what is left of the devices. Of experts, in
+    the format `experts`, only where there are some."""
     p = plan.parallelism
     axes = {"PP": p.pp, "TP": p.tp, "CP": p.cp}
     said = [f"{name} {size}" for name, size in axes.items() if size > 1]
     said += [f"{p.dp_replicate} replicas"] * (p.dp_replicate > 1)
-    return ", ".join([*said, f"EP {p.ep} x {p.efsdp}", f"batch {plan.micro_batch_size}", experts])
+    said += [f"EP {p.ep} x {p.efsdp}"] * bool(experts)
+    return ", ".join([*said, f"batch {plan.micro_batch_size}", *([experts] if experts else [])])
 
 
 def _parts(predicted: Predicted) -> dict[str, float]:

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from adapter_agent.terminal import bar, new_table
-from adapter_agent.words import number, shape
+from adapter_agent.words import details, number, shape
 from strategies.answers import Answer, Degraded, EpCurve, windows_in_words
 
 if TYPE_CHECKING:
@@ -34,8 +34,7 @@ def picture_of_plan(plan: Plan) -> RenderableType:
     head = Text.assemble(
         (f"{shape(plan)} on {plan.world_size} devices of {plan.cluster}{idle}\n", "bold"),
         f"micro-batch {plan.micro_batch_size} x {plan.sequence_length} tokens, "
-        f"{plan.gradient_accumulation} a step, recompute {plan.activation_checkpointing}, "
-        f"experts in {plan.expert_weight_format}, dispatch {plan.dispatcher}\n",
+        f"{plan.gradient_accumulation} a step, {details(plan)}\n",
         f"predicted {number(p.step_seconds, 3)} s a step ({number(low, 3)} to {number(high, 3)}), "
         f"{number(p.tokens_per_second_per_device)} tokens/s a device, lower bound "
         f"{number(p.lower_bound_seconds, 3)} s (gap {p.optimality_gap:.0%}), "
@@ -45,7 +44,8 @@ def picture_of_plan(plan: Plan) -> RenderableType:
         head.append(f"The runtime cannot run it: it lacks {', '.join(plan.missing)}.\n", "bold")
     step = new_table(f"Step: {number(p.step_seconds)} s", "part", ">ms", "")
     for name, value in vars(p.step).items():
-        step.add_row(name, number(1e3 * value), bar(value, p.step_seconds))
+        if value:
+            step.add_row(name, number(1e3 * value), bar(value, p.step_seconds))
     pictures: list[RenderableType] = [head, _memory(plan), step]
     if plan.alternatives:
         pictures.append(_alternatives(plan.alternatives))
@@ -67,11 +67,13 @@ def _memory(plan: Plan) -> RenderableType:
     """By part; beside it the plan with packed experts, where the checkpoint packs them."""
     held, packed = plan.predicted.memory_gib, packed_of(plan)
     other = packed.predicted.memory_gib if packed and packed.predicted else None
-    columns = ["part", f">{plan.expert_weight_format} GiB", ""]
+    columns = ["part", f">{plan.expert_weight_format or ''} GiB", ""]
     if packed and other:
         columns.append(f">{packed.settings.get('expert_weight_format', 'packed')} GiB")
     made = new_table(f"Memory: {number(held.peak)} of {number(held.capacity)} GiB", *columns)
     for name, value in _parts(held).items():
+        if not value and not (other and getattr(other, name)):
+            continue
         cells = [name, number(value), bar(value, held.capacity)]
         made.add_row(*cells, *([number(getattr(other, name))] if other else []))
     if other and packed:

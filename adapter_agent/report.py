@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from adapter_agent import anatomy, figures, plan_figures
 from adapter_agent.block_figure import block_figure
 from adapter_agent.run_directory import RunDirectory
-from adapter_agent.words import count, layer_legend, layer_pattern, parameters_by_part, shape, size
+from adapter_agent.words import (
+    count,
+    details,
+    layer_legend,
+    layer_pattern,
+    parameters_by_part,
+    shape,
+    size,
+)
 from analyzers.documents import read_document, write_document, write_text
 from analyzers.errors import AdaptError
 
@@ -91,6 +99,7 @@ def _environment() -> jinja2.Environment:
         count=count,
         number=figures.number,
         shape=shape,
+        details=details,
         cell=_cell,
         by_part=_by_part,
         interval=_interval,

@@ -56,6 +56,14 @@ def shape(plan: Plan | Alternative) -> str:
     return " x ".join(f"{name} {size}" for name, size in axes.items()) or "one device"
 
 
+def details(plan: Plan) -> str:
+    """`recompute full, experts in bf16, dispatch all_to_all`; of experts only where it has some."""
+    said = f"recompute {plan.activation_checkpointing}"
+    if plan.has_experts:
+        said += f", experts in {plan.expert_weight_format}, dispatch {plan.dispatcher}"
+    return said
+
+
 def letters(analysis: ModelAnalysis) -> dict[str, str]:
     """Mixer -> the first letter of its name that no earlier mixer took; a dash for none."""
     found: dict[str, str] = {}

@@ -100,7 +100,7 @@ def analyze(
             fix = "only decoder language models are analysed"
             raise InputError(folder / "config.json", field=size, fault="is missing", fix=fix)
     layer_kinds = kinds(model)
-    say(f"{type(model).__name__}: {len(layer_kinds)} kinds of layers")
+    say(f"{type(model).__name__}: {_kinds(len(layer_kinds))}")
 
     text = model.config.get_text_config()
     calls = [costs.block_calls(kind, text) for kind in layer_kinds]
@@ -163,6 +163,10 @@ def _weights(checkpoint: CheckpointFolder | None) -> str:
     if checkpoint is None:
         return "no weights (planning only)"
     return f"{checkpoint.nbytes / 1e9:.3f} GB in {len(checkpoint.shards)} shards"
+
+
+def _kinds(count: int) -> str:
+    return "1 kind of layer" if count == 1 else f"{count} kinds of layers"
 
 
 def _parameters(model: PreTrainedModel, kinds: list[Kind], towers: list[Tower]) -> Parameters:
@@ -286,7 +290,7 @@ def _traced(
         return [None] * len(layer_kinds), "structural", reason
     nodes = sum(len(graph.document.nodes) for graph in trace.blocks)
     way = "torch.export" if trace.exported else "make_fx"
-    reason = f"{way} graph of each of {len(trace.blocks)} kinds of layers, {nodes} nodes"
+    reason = f"{way} graph of {_kinds(len(trace.blocks))}, {nodes} nodes"
     differences = [
         difference
         for kind, kind_calls, graph in zip(layer_kinds, calls, trace.blocks, strict=True)

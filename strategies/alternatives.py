@@ -29,9 +29,10 @@ def missing(problem: Problem, c: Candidates) -> list[str]:
     return found + (["full fine-tuning"] if problem.job.training == "full" else [])
 
 
-def settings(c: Candidates) -> str:
-    """One row in words."""
-    row = plan_fields(c, "")
+def settings(problem: Problem, c: Candidates) -> str:
+    """One row in words; of experts only where the model has some."""
+    experts = problem.model.experts
+    row = plan_fields(c, "", experts=experts)
     p = row["parallelism"]
     said = []
     if p.pp > 1:
@@ -39,7 +40,7 @@ def settings(c: Candidates) -> str:
         said.append(f"PP {p.pp}" + (f" x {chunks} chunks" if chunks > 1 else ""))
     said += [f"TP {p.tp}"] * (p.tp > 1) + [f"CP {p.cp}"] * (p.cp > 1)
     said.append((f"{p.dp_replicate} replicas of " if p.dp_replicate > 1 else "") + f"FSDP {p.fsdp}")
-    said.append(f"EP {p.ep} x {p.efsdp}")
+    said += [f"EP {p.ep} x {p.efsdp}"] * bool(experts)
     batch = f"micro-batch {row['micro_batch_size']}"
     steps = row["gradient_accumulation"]
     said.append(batch + (f" x {steps}" if steps > 1 else ""))
@@ -47,7 +48,7 @@ def settings(c: Candidates) -> str:
     said.append(f"{'no' if recomputation == 'none' else recomputation} recomputation")
     if not row["reshard_after_forward"]:
         said.append("weights kept gathered")
-    said.append(f"{row['expert_weight_format']} experts")
+    said += [f"{row['expert_weight_format']} experts"] * bool(experts)
     if row["capacity"].factor is not None:
         said.append(f"capacity {row['capacity'].factor:g} with rerouting")
     if row["expert_copies"]:
@@ -66,10 +67,11 @@ def alternative(
 ) -> Alternative:
     pricing = problem.pricing
     dtype = problem.cluster.device.training_dtype
-    fields, chosen = plan_fields(point.plans, dtype), plan_fields(best.plans, dtype)
+    experts = problem.model.experts
+    fields, chosen = (plan_fields(p.plans, dtype, experts=experts) for p in (point, best))
     lacks = missing(problem, point.plans)
     return Alternative(
-        why=f"{why}: {compared(point, best)}, {settings(point.plans)}",
+        why=f"{why}: {compared(point, best)}, {settings(problem, point.plans)}",
         **{name: fields[name] for name in SHOWN},
         step_seconds=float(point.seconds[0]),
         memory_gib=float(point.peak[0]) / GIB,

@@ -176,7 +176,7 @@ def ep_curve(problem: Problem, like: Candidates | None = None) -> EpCurve:
         "nothing hidden, no recomputation": _over_tokens(problem, bare, once, fine),
     }
     return EpCurve(
-        kept=settings(like),
+        kept=settings(problem, like),
         rows=[_row(shown, tokens) for tokens in np.unique(_tokens(shown)).tolist()],
         windows=[EpWindows(assumed=name, windows=_windows(t)) for name, t in windows.items()],
         fits_up_to=int(_tokens(table)[table.fits].max(initial=0)),
@@ -197,7 +197,7 @@ def degraded_links(problem: Problem, scale: float) -> list[Degraded]:
                 scale=scale,
                 same_plan=float(same.per_token[0] / best.per_token[0]),
                 best_plan=float(anew.per_token[0] / best.per_token[0]),
-                settings=settings(anew.plans),
+                settings=settings(problem, anew.plans),
                 changed=anew.plans.row(0) != best.plans.row(0),
             )
         )
@@ -229,7 +229,7 @@ def _answer(problem: Problem, point: Points, value: int, unit: str, limit: str) 
     return Answer(
         value=value,
         unit=unit,
-        settings=settings(point.plans),
+        settings=settings(problem, point.plans),
         step_seconds=float(point.seconds[0]),
         tokens_per_second_per_device=1 / float(point.per_token[0]) / devices,
         memory_gib=float(point.peak[0]) / GIB,

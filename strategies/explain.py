@@ -28,7 +28,7 @@ def explain(
     tokens = int(step_tokens(best.plans)[0])
     said = [
         _how_it_was_found(plan.searched, len(fitting)),
-        f"{settings(best.plans)}: {_three(seconds)} s a step of {tokens:,} tokens "
+        f"{settings(problem, best.plans)}: {_three(seconds)} s a step of {tokens:,} tokens "
         f"({_three(low)} to {_three(high)} s four times in five), "
         f"{predicted.tokens_per_second_per_device:,.0f} tokens/s a device.",
         "Of the step, " + _shares(asdict(step), seconds) + ".",
@@ -109,7 +109,7 @@ def _shares(step: dict[str, float], seconds: float) -> str:
         "all_to_all": "token exchange",
         "all_gather": "weight gathers not hidden",
         "reduce_scatter": "gradient reduction not hidden",
-        "overhead": "launches and dispatch",
+        "overhead": "launches and fixed costs",
         "pipeline": "pipeline bubble and sends",
     }
     parts = sorted(step.items(), key=lambda item: -item[1])

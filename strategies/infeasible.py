@@ -79,8 +79,9 @@ def nothing_fits(problem: Problem, table: Points) -> InfeasibleError:
     if helps:
         advice += f"; it would fit with what the runtime cannot run yet: {', '.join(helps)}"
     return InfeasibleError(
-        f"no plan fits in device memory: the leanest of {len(table)} ({settings(point.plans)}) "
-        f"needs {peak:.1f} of {capacity:.1f} GiB a device, {verdict}; GiB by part: {shown} "
+        f"no plan fits in device memory: the leanest of {len(table)} "
+        f"({settings(problem, point.plans)}) needs {peak:.1f} of {capacity:.1f} GiB a device, "
+        f"{verdict}; GiB by part: {shown} "
         f"({advice})"
     )
 

@@ -24,13 +24,13 @@ ENVIRONMENT: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "cuda": {
         "PYTORCH_ALLOC_CONF": (
             "expandable_segments:True",
-            "routed tokens vary a step, and fixed segments fragment",
+            "sizes vary from step to step, and fixed segments fragment",
         ),
     },
     "npu": {
         "PYTORCH_NPU_ALLOC_CONF": (
             "expandable_segments:True",
-            "routed tokens vary a step, and fixed segments fragment",
+            "sizes vary from step to step, and fixed segments fragment",
         ),
         "HCCL_CONNECT_TIMEOUT": (
             "1800",
@@ -178,9 +178,10 @@ def headline(plan: Plan) -> str:
     p = plan.parallelism
     axes = {"PP": p.pp, "TP": p.tp, "CP": p.cp}
     others = "".join(f", {name} {size}" for name, size in axes.items() if size > 1)
+    experts = f", EP {p.ep} x {p.efsdp}" if plan.has_experts else ""
     return (
-        f"{plan.world_size} devices of {_plain(plan.cluster)}: FSDP {p.fsdp}, "
-        f"EP {p.ep} x {p.efsdp}, {p.dp_replicate} replica(s){others}"
+        f"{plan.world_size} devices of {_plain(plan.cluster)}: FSDP {p.fsdp}"
+        f"{experts}, {p.dp_replicate} replica(s){others}"
     )
 
 

@@ -115,8 +115,8 @@ def oom_probability(point: Points, capacity: float) -> float:
     return 0.5 * math.erfc(room / deviation / math.sqrt(2))
 
 
-def plan_fields(c: Candidates, compute_dtype: str) -> dict[str, Any]:
-    """One row as the fields of a Plan."""
+def plan_fields(c: Candidates, compute_dtype: str, *, experts: int) -> dict[str, Any]:
+    """One row as the fields of a Plan; `experts` are those of a layer of the model, if any."""
     row = c.row(0)
     factor = row["capacity_factor"]
     overflow = "none" if math.isinf(factor) else "reroute" if row["reroute"] else "drop"
@@ -129,7 +129,7 @@ def plan_fields(c: Candidates, compute_dtype: str) -> dict[str, Any]:
         "virtual_stages": row["virtual_stages"],
         "activation_checkpointing": RECOMPUTATION[row["recomputation"]],
         "reshard_after_forward": row["reshard_after_forward"],
-        "expert_weight_format": EXPERT_FORMATS[row["expert_format"]],
+        "expert_weight_format": EXPERT_FORMATS[row["expert_format"]] if experts else None,
         "compute_dtype": compute_dtype,
         "dispatcher": DISPATCHERS[row["dispatcher"]],
         "capacity": Capacity(factor=None if math.isinf(factor) else factor, overflow=overflow),
@@ -153,7 +153,7 @@ def row_of(plan: Plan) -> Candidates:
         virtual_stages=plan.virtual_stages,
         recomputation=RECOMPUTATION.index(plan.activation_checkpointing),
         reshard_after_forward=plan.reshard_after_forward,
-        expert_format=EXPERT_FORMATS.index(plan.expert_weight_format),
+        expert_format=EXPERT_FORMATS.index(plan.expert_weight_format or "bf16"),
         dispatcher=DISPATCHERS.index(plan.dispatcher),
         capacity_factor=math.inf if factor is None else factor,
         reroute=plan.capacity.overflow == "reroute",

@@ -252,7 +252,8 @@ class Plan:
     """Chunks of layers that a pipeline stage holds."""
     activation_checkpointing: Literal["none", "selective", "full"]
     reshard_after_forward: bool
-    expert_weight_format: Literal["bf16", "fp32", "mxfp4", "fp8"]
+    expert_weight_format: Literal["bf16", "fp32", "mxfp4", "fp8"] | None
+    """None for a model without experts."""
     compute_dtype: Literal["bfloat16", "float32"]
     dispatcher: Literal["none", "all_to_all", "hierarchical", "all_gather"]
     capacity: Capacity = field(default_factory=Capacity)
@@ -288,3 +289,7 @@ class Plan:
     measured: Refit | None = None
     """The finished run whose constants the prediction is made with."""
     twin: Twin | None = None
+
+    @property
+    def has_experts(self) -> bool:
+        return self.expert_weight_format is not None

@@ -80,7 +80,7 @@ def search(
         runnable=not lacks,
         missing=lacks,
         idle_devices=cluster.world_size - used.world_size,
-        **plan_fields(best.plans, used.device.training_dtype),
+        **plan_fields(best.plans, used.device.training_dtype, experts=problem.model.experts),
     )
     return replace(plan, explanation=explain(plan, problem, best, fitting, gains))
 

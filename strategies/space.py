@@ -308,10 +308,9 @@ def _layouts(
 
 
 def _experts_over(ranks: int, experts: int, rejected: Counter[str]) -> list[int]:
-    possible = divisors(ranks)
     if not experts:
-        rejected["expert parallelism without experts"] += len(possible) - 1
         return [1]
+    possible = divisors(ranks)
     kept = [n for n in possible if experts % n == 0]
     if len(kept) < len(possible):
         reason = f"expert parallelism does not divide {experts} experts"

@@ -31,6 +31,8 @@ TITLES = {
     "sequence_length": "sequence length",
     "gradient_accumulation": "gradient accumulation",
 }
+OF_EXPERTS = ("dispatcher", "expert_weight_format")
+"""Of these, what a model without experts does not have."""
 
 
 def twin(plan: Plan, analysis: ModelAnalysis, world_size: int, backend: Backend) -> Plan:
@@ -102,7 +104,9 @@ def _parallelism(p: Parallelism, analysis: ModelAnalysis, world_size: int) -> Pa
     return Parallelism(fsdp=world_size, ep=ep, efsdp=world_size // ep)
 
 
-def _expert_format(plan: Plan, backend: Backend) -> str:
+def _expert_format(plan: Plan, backend: Backend) -> str | None:
+    if plan.expert_weight_format is None:
+        return None
     if backend.training_dtype == "float32":
         return "fp32"
     return "bf16" if plan.expert_weight_format == "fp32" else plan.expert_weight_format
@@ -113,6 +117,26 @@ def _compare(plan: Plan, small: Plan) -> tuple[list[str], list[str]]:
     kept: list[str] = []
     not_kept: list[str] = []
     p, q = plan.parallelism, small.parallelism
+    if plan.has_experts:
+        _compare_experts(p, q, kept, not_kept)
+    if (p.fsdp > 1) == (q.fsdp > 1):
+        kept.append("other weights are sharded over all ranks")
+    else:
+        not_kept.append(f"weights are on {q.fsdp} shard instead of {p.fsdp}")
+    if p.dp_replicate > 1 and q.dp_replicate == 1:
+        not_kept.append(f"one replica instead of {p.dp_replicate}")
+    for name, title in TITLES.items():
+        before, after = getattr(plan, name), getattr(small, name)
+        if name in OF_EXPERTS and not plan.has_experts:
+            continue
+        if before == after:
+            kept.append(f"{title}: {after}")
+        else:
+            not_kept.append(f"{title}: {after} instead of {before}")
+    return kept, not_kept
+
+
+def _compare_experts(p: Parallelism, q: Parallelism, kept: list[str], not_kept: list[str]) -> None:
     if p.ep == q.ep:
         kept.append(f"expert parallelism of {p.ep}")
     elif q.ep > 1:
@@ -125,16 +149,3 @@ def _compare(plan: Plan, small: Plan) -> tuple[list[str], list[str]]:
         kept.append(f"experts are {state} within an expert-parallel rank")
     else:
         not_kept.append(f"experts are split over {q.efsdp} shards instead of {p.efsdp}")
-    if (p.fsdp > 1) == (q.fsdp > 1):
-        kept.append("other weights are sharded over all ranks")
-    else:
-        not_kept.append(f"weights are on {q.fsdp} shard instead of {p.fsdp}")
-    if p.dp_replicate > 1 and q.dp_replicate == 1:
-        not_kept.append(f"one replica instead of {p.dp_replicate}")
-    for name, title in TITLES.items():
-        before, after = getattr(plan, name), getattr(small, name)
-        if before == after:
-            kept.append(f"{title}: {after}")
-        else:
-            not_kept.append(f"{title}: {after} instead of {before}")
-    return kept, not_kept

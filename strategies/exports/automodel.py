@@ -112,7 +112,7 @@ def _model(source: Source) -> dict[str, Any]:
     return {
         "_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained",
         "pretrained_model_name_or_path": source.job.model,
-        "torch_dtype": "float32" if plan.expert_weight_format == "fp32" else "bfloat16",
+        "torch_dtype": plan.compute_dtype,
         "trust_remote_code": source.job.trust_remote_code,
         "backend": {
             "_target_": "nemo_automodel.components.models.common.BackendConfig",

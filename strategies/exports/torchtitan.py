@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strategies.exports.source import Export, Source, common_losses, layers_per_chunk
+from strategies.exports.source import Export, Source, adapted_banks, common_losses, layers_per_chunk
 
 NAME = "torchtitan_plan.py"
 TARGET = "torchtitan 0.3"
@@ -70,7 +70,6 @@ def export(source: Source) -> Export:
         "expert_parallel_degree": p.ep,
         "fsdp_reshard_after_forward": "always" if plan.reshard_after_forward else "never",
     }
-    stored = "float32" if plan.expert_weight_format == "fp32" else "bfloat16"
     training = {
         # A pipeline takes all micro-batches of a step at once and cuts them itself.
         "local_batch_size": micro * (plan.gradient_accumulation if p.pp > 1 else 1),
@@ -78,7 +77,7 @@ def export(source: Source) -> Export:
         "seq_len": plan.sequence_length,
         "steps": job.steps,
         "max_norm": job.optimizer.max_grad_norm,
-        "dtype": stored,
+        "dtype": plan.compute_dtype,
         "mixed_precision_param": plan.compute_dtype,
     }
     body = _BODY.format(
@@ -132,11 +131,11 @@ def _lost(source: Source) -> list[str]:
         lost.append(f"the model: {TARGET} is not known to have '{source.analysis.model_type}'")
     if plan.training == "lora":
         lost.append("names of the adapted layers: torchtitan's models have names of their own")
-        if "routed_experts" in plan.lora.targets:
+        if adapted_banks(source):
             lost.append("adapters of the routed experts: torchtitan adapts linear layers alone")
-    if plan.expert_weight_format != "fp32":
+    if plan.compute_dtype != "float32":
         lost.append("what is trained in float32, optimizer states too: all is kept in bfloat16")
-    if plan.expert_weight_format not in ("bf16", "fp32"):
+    if plan.expert_weight_format in ("mxfp4", "fp8"):
         lost.append(f"experts held as {plan.expert_weight_format}: they are held as bfloat16")
     if plan.dispatcher not in ("none", "all_to_all"):
         lost.append(

@@ -51,7 +51,7 @@ def export(source: Source) -> Export:
     body = _BODY.format(
         distributed=_lines(_distributed(source)),
         sequence_length=plan.sequence_length,
-        dtype="bfloat16" if plan.expert_weight_format != "fp32" else "float32",
+        dtype=plan.compute_dtype,
         training=_lines(_training(source)),
     )
     usage = [
@@ -140,7 +140,7 @@ def _lost(source: Source) -> list[str]:
         lost.append(f"{plan.virtual_stages} chunks a pipeline stage: a stage is one run of layers")
     if not plan.reshard_after_forward:
         lost.append("weights kept whole after forward: experts and layers are resharded")
-    if plan.expert_weight_format not in ("bf16", "fp32"):
+    if plan.expert_weight_format in ("mxfp4", "fp8"):
         lost.append(f"experts held as {plan.expert_weight_format}: they are loaded as bfloat16")
     return lost
 

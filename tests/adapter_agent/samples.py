@@ -8,7 +8,6 @@ from pathlib import Path
 from adapter_agent.run_directory import RunDirectory, open_run
 from analyzers.documents import write_document, write_text
 from analyzers.schema import (
-    Block,
     Checkpoint,
     Experts,
     Graph,
@@ -17,7 +16,6 @@ from analyzers.schema import (
     ModelAnalysis,
     Operator,
     Parameters,
-    Part,
     Region,
     Work,
 )
@@ -32,10 +30,7 @@ from strategies.schema import (
     Predicted,
     StepTime,
 )
-
-
-def _part(name: str, parameters: int) -> Part:
-    return Part(name=name, parameters=parameters, flops=Work())
+from tests.analyses import block, model, part
 
 
 def layers(pattern: str) -> list[Layer]:
@@ -87,32 +82,20 @@ def graph() -> Graph:
 
 
 def analysis(pattern: str = "kKKMKKKM") -> ModelAnalysis:
-    return ModelAnalysis(
+    """All layers as one block, whose graph is `graph()`."""
+    parts = [part("mixer", 60_000), part("routed_experts", 290_000)]
+    attributes = {"heads": 4, "key_dim": 32, "rope": False}
+    blocks = [block("kda+moe", range(len(pattern)), parts, graph=graph(), **attributes)]
+    return model(
+        blocks,
+        [part("embedding", 65_536), part("head", 65_536)],
+        hidden=128,
+        vocab=512,
         model_type="kimi_linear",
         architecture="KimiLinearForCausalLM",
-        fidelity="structural",
-        fidelity_reason="made by hand",
-        dtype="bfloat16",
-        hidden_size=128,
-        vocab_size=512,
         parameters=Parameters(total=3_000_000, active=1_000_000, routed_experts=2_000_000),
         checkpoint=Checkpoint(bytes=6_000_000, formats={"BF16": 6_000_000}, shards=4),
         layers=layers(pattern),
-        blocks=[
-            Block(
-                kind="kda+moe",
-                module_class="KimiLinearDecoderLayer",
-                layers=list(range(len(pattern))),
-                mixer="kda",
-                feed_forward="moe",
-                parts=[_part("mixer", 60_000), _part("routed_experts", 290_000)],
-                linears=[],
-                banks=[],
-                mixer_attributes={"heads": 4, "key_dim": 32, "rope": False},
-                graph=graph(),
-            )
-        ],
-        outer=[_part("embedding", 65_536), _part("head", 65_536)],
         experts=Experts(
             count=16,
             top_k=4,

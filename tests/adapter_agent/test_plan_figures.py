@@ -1,19 +1,24 @@
+import io
+import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from adapter_agent import figures, plan_figures, report
+from adapter_agent.plan_picture import picture
 from analyzers.documents import read_document
 from strategies import load_cluster, search
 from strategies.answers import EpCell, EpCurve, EpRow, EpWindows
 from strategies.schema import Alternative, Cell, Job, Parallelism, Plan
 from tests.adapter_agent import samples
-from tests.strategies.conftest import make_tiny
+from tests.analyses import dense_model, tiny_kimi_linear
 
-CLUSTER = Path(__file__).parents[2] / "examples" / "clusters" / "two-ranks.yaml"
+CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
+CLUSTER = CLUSTERS / "two-ranks.yaml"
 
 
 def cell(ep, micro, fits, gib, speed=700.0, chance=0.0):
@@ -193,7 +198,10 @@ def test_a_file_of_a_figure_needs_no_page(plan, curve):
 
 def test_a_searched_plan_is_written_with_its_page_and_figures(tmp_path):
     cluster = load_cluster(CLUSTER)
-    analysis, job = make_tiny(), Job(model="/models/tiny", cluster=str(CLUSTER), backend="cpu")
+    analysis, job = (
+        tiny_kimi_linear(),
+        Job(model="/models/tiny", cluster=str(CLUSTER), backend="cpu"),
+    )
     job = replace(job, sequence_length=256)
     found = search(analysis, cluster, job)
     written = report.write_plan_figures(found, analysis, cluster, job, tmp_path)
@@ -213,3 +221,18 @@ def test_an_image_is_made_where_resvg_is_installed(plan):
     assert image
     assert image.startswith(b"\x89PNG")
     assert int.from_bytes(image[16:20], "big") == 2 * figures.WIDTH
+
+
+def test_of_a_dense_model_nothing_is_said_of_experts(tmp_path):
+    dense, cluster = dense_model(), load_cluster(CLUSTERS / "hgx-h200-128.yaml")
+    job = Job(model="m", cluster="c", backend="h200", sequence_length=4096)
+    plan = search(dense, cluster, job)
+    assert plan.expert_weight_format is None
+    report.write_plan_figures(plan, dense, cluster, job, tmp_path)
+    assert not (tmp_path / "survey.svg").exists()
+    console = Console(file=io.StringIO(), width=200)
+    console.print(picture(plan))
+    page = (tmp_path / "plan.html").read_text()
+    for said in (console.file.getvalue(), page):
+        assert not re.findall(r"\bEP\b|efsdp|expert\w*|dispatch\w*", said)
+    assert read_document(Plan, tmp_path / "plan.json") == plan

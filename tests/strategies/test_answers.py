@@ -131,11 +131,9 @@ def test_trained_experts_are_not_held_packed(k3, supernode):
     assert "packed_experts" not in full.features
 
 
-def test_a_dense_model_has_no_ep_curve(tiny, supernode):
-    dense = replace(make_problem(tiny, supernode, job()))
-    dense = replace(dense, model=replace(dense.model, experts=0))
+def test_a_dense_model_has_no_ep_curve(dense, supernode):
     with pytest.raises(InputError, match="the model has no experts"):
-        answers.ep_curve(dense)
+        answers.ep_curve(make_problem(dense, supernode, job()))
 
 
 def test_slow_links_cost_at_most_their_slowness_and_replanning_never_hurts(problem):

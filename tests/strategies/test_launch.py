@@ -1,12 +1,14 @@
 import os
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from analyzers.errors import InputError
 from strategies import load_cluster, write_launch
+from strategies.launch import headline
 from strategies.schema import Parallelism
 from tests.strategies.plans import make_plan
 
@@ -156,3 +158,9 @@ def test_a_folder_that_cannot_be_written_is_named(plan_of, tmp_path):
     (tmp_path / "launch").write_text("in the way")
     with pytest.raises(InputError, match="launch"):
         write_launch(plan, cluster, tmp_path)
+
+
+def test_the_headline_names_experts_where_there_are_some(plan_of):
+    plan, _ = plan_of("two-ranks")
+    assert "FSDP 2, EP 2 x 1, 1 replica(s)" in headline(plan)
+    assert headline(replace(plan, expert_weight_format=None)).endswith("FSDP 2, 1 replica(s)")

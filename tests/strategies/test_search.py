@@ -250,13 +250,14 @@ def test_forcing_a_layout_that_is_not_on_offer_lists_those_that_are(tiny):
         search(tiny, cluster, job(256), fixed={"dp_replicate": 2, "ep": 2})
 
 
-def test_a_dense_model_takes_no_expert_parallelism(tiny):
-    blocks = [
-        replace(b, parts=[p for p in b.parts if p.name != "routed_experts"]) for b in tiny.blocks
-    ]
-    dense = replace(tiny, experts=None, blocks=blocks)
+def test_a_dense_model_takes_no_expert_parallelism(dense):
+    cluster = load_cluster(CLUSTERS / "two-ranks.yaml")
     with pytest.raises(InputError, match="--fix: ep: the model has no experts"):
-        search(dense, load_cluster(CLUSTERS / "two-ranks.yaml"), job(256), fixed={"ep": 2})
+        search(dense, cluster, job(256), fixed={"ep": 2})
+    plan = search(dense, cluster, job(256))
+    said = [*plan.explanation, *plan.rejected, *plan.families]
+    said += [a.why for a in plan.alternatives]
+    assert not any("EP" in line or "expert" in line for line in said)
 
 
 def test_what_the_job_fixes_is_kept(tiny):

@@ -109,3 +109,13 @@ def test_the_adapters_of_the_twin_are_those_of_the_plan(big_plan, tiny, cpu):
 def test_a_twin_needs_ranks(big_plan, tiny, cpu):
     with pytest.raises(InputError, match="world_size: must be > 0"):
         twin(big_plan, tiny, 0, cpu)
+
+
+def test_the_twin_of_a_dense_model_says_nothing_of_experts(dense, cpu):
+    cluster = load_cluster(CLUSTERS / "hgx-h200-128.yaml")
+    job = Job(model="m", cluster="c", backend="h200", sequence_length=4096)
+    small = twin(search(dense, cluster, job), dense, 2, cpu)
+    assert small.expert_weight_format is None
+    assert small.twin is not None
+    assert not any("expert" in line or "dispatch" in line for line in small.twin.kept)
+    assert not any("expert" in line or "dispatch" in line for line in small.twin.not_kept)
