@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -150,6 +150,13 @@ class Workload:
     """Of what is trained."""
     loss_size: int = 4
     """Bytes of an entry of the log-softmax: 2 where the loss is not taken in float32."""
+    prefetch: bool = True
+    """The next layer's weights are gathered while one computes, as FSDP2 does. A loop over layers
+    that XLA compiles keeps collectives in the iteration that needs them: its pipelining of
+    collectives and double buffering of loops are off unless a flag asks for them
+    (docs.nvidia.com/jax-toolbox/performance-profiling/gpu-performance)."""
+    static_shapes: bool = False
+    """Experts with a capacity compute all of it, filled or not, as what XLA compiles does."""
     routing: Routing = BALANCED
     router_groups: int = 1
     router_top_groups: int = 1
@@ -190,9 +197,16 @@ def workload(
     precision: Precision = "bf16",
     state: State = FLOAT32_STATE,
     loss_size: int = 4,
+    prefetch: bool = True,
+    static_shapes: bool = False,
+    fused_experts: bool = False,
     routing: Routing = BALANCED,
 ) -> Workload:
-    """`lora` is ignored by full fine-tuning, which trains every parameter."""
+    """`lora` is ignored by full fine-tuning, which trains every parameter.
+
+    `fused_experts`: experts run as grouped products with one kernel between them, which keeps less
+    for backward than the operators of the model's code (`_kept_by_experts`).
+    """
     experts = analysis.experts
     top_k = experts.top_k if experts else 0
     router = experts.router if experts else None
@@ -201,7 +215,7 @@ def workload(
     own, shared = _handed_on(analysis)
     return Workload(
         kinds=tuple(
-            _kind(b, lora, training, top_k, analysis.hidden_size, precision)
+            _kind(b, lora, training, top_k, analysis.hidden_size, precision, fused_experts)
             for b in analysis.blocks
         ),
         head=Gemm(analysis.hidden_size, analysis.vocab_size),
@@ -220,6 +234,8 @@ def workload(
         precision=precision,
         state=state,
         loss_size=loss_size,
+        prefetch=prefetch,
+        static_shapes=static_shapes,
         routing=routing,
         router_groups=router.groups if router else 1,
         router_top_groups=router.top_k_groups if router else 1,
@@ -238,7 +254,13 @@ def _handed_on(analysis: ModelAnalysis) -> tuple[float, float]:
 
 
 def _kind(
-    block: Block, lora: Lora, training: Training, top_k: int, hidden: int, precision: Precision
+    block: Block,
+    lora: Lora,
+    training: Training,
+    top_k: int,
+    hidden: int,
+    precision: Precision,
+    fused_experts: bool,
 ) -> Kind:
     adapted = {PART_OF_TARGET[t] for t in lora.targets} if training == "lora" else set()
     dense = sum(x.in_features + x.out_features for x in block.linears if x.part in adapted)
@@ -254,6 +276,10 @@ def _kind(
     visited = sum(x.part in adapted for x in block.linears) + top_k * len(banks)
     ranks = Work(per_token=float(BFLOAT16 * lora.rank * visited))
     works = tuple(_part_work(p, block.linears, block.banks, top_k, hidden) for p in block.parts)
+    if fused_experts and block.banks:
+        visits = next(w.visits for w in works if w.name == "routed_experts")
+        kept = _kept_by_experts(block.banks, "routed_experts" in trained)
+        saved["routed_experts"] = Work(per_token=visits * kept)
     works = (*works, _between(block, hidden))
     if precision not in FUSED_EXPERTS:
         works = (*works, *_biased_experts(block, training, top_k))
@@ -338,6 +364,16 @@ def _between(block: Block, hidden: int) -> PartWork:
         moved=moved,
         moved_backward=moved,
     )
+
+
+def _kept_by_experts(banks: Sequence[ExpertBank], trained: bool) -> float:
+    """Bytes of one visit: the output of the up projection, from which backward computes the
+    activation again, and what goes into products whose weights are trained. The routing weight is
+    multiplied in before the down projection, so that its output is not kept (Megatron-Core's
+    `TEGroupedMLP`, NeMo AutoModel's `GroupedExpertsDeepEP`, arXiv 2512.14080)."""
+    *ups, down = banks
+    inputs = ups[0].in_features + down.in_features if trained else 0
+    return float(BFLOAT16 * (inputs + sum(b.out_features for b in ups)))
 
 
 def _biased_experts(block: Block, training: Training, top_k: int) -> tuple[PartWork, ...]:

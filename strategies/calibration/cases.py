@@ -31,6 +31,10 @@ MEGATRON_STATE = State(weight=2.0, gradient=2.0, optimizer=12.0)
 (scripts/performance of NVIDIA-NeMo/Megatron-Bridge)."""
 LOSS_SIZE = {"automodel": 2}
 """NeMo AutoModel's benchmark recipes set `fp32_upcast: false` (examples/llm_benchmark)."""
+XLA = ("jax",)
+"""Compiled with static shapes. marin compiles all blocks as one `lax.scan` and sets no flag that
+pipelines its collectives (marin-community/marin, experiments/grug/moe_hero_fsdp: README.md and
+train.py)."""
 NATURAL = Routing(exponent=0.3)
 """Of a router that balances itself: the fullest of 64 ranks gets 1.2 to 1.35 times the mean, as
 marin#7668 measured (1.21 to 1.34 on average)."""
@@ -140,7 +144,7 @@ def _workload(name: str, run: PublishedRun, family: str, precision: Precision) -
         rank = rank or LORA_RANK.get(family, LORA_RANK["other"])
         return _lora(name, rank, precision, loss, routing(run))
     if run.task in ("pretrain", "sft"):
-        return _full(name, precision, STATES[family], loss, routing(run))
+        return _full(name, precision, STATES[family], loss, family in XLA, routing(run))
     raise Unknown("the task is not stated" if not run.task else f"no known task: {run.task}")
 
 
@@ -156,11 +160,20 @@ STATES = {
 @functools.cache
 def _lora(name: str, rank: int, precision: Precision, loss: int, spread: Routing) -> Workload:
     lora = Lora(rank=rank, targets=EVERYTHING)  # type: ignore[arg-type]
-    return workload(shape(name), lora, precision=precision, loss_size=loss, routing=spread)
+    return workload(
+        shape(name),
+        lora,
+        precision=precision,
+        loss_size=loss,
+        fused_experts=True,
+        routing=spread,
+    )
 
 
 @functools.cache
-def _full(name: str, precision: Precision, state: State, loss: int, spread: Routing) -> Workload:
+def _full(
+    name: str, precision: Precision, state: State, loss: int, xla: bool, spread: Routing
+) -> Workload:
     return workload(
         shape(name),
         Lora(),
@@ -168,6 +181,9 @@ def _full(name: str, precision: Precision, state: State, loss: int, spread: Rout
         precision=precision,
         state=state,
         loss_size=loss,
+        prefetch=not xla,
+        static_shapes=xla,
+        fused_experts=True,
         routing=spread,
     )
 

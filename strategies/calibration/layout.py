@@ -45,6 +45,8 @@ def layout(run: PublishedRun, *, experts: bool) -> Layout:
     family = _family(run)
     if "SHARES one batch" in run.dispatcher:
         raise Unknown("its expert-parallel group shares one batch: no dispatch of tokens")
+    if re.search(r"clone|echo", run.balancer, re.IGNORECASE):
+        raise Unknown("experts are copied to other devices while it runs")
     devices = run.num_gpus or _never("the number of devices is not stated")
     sequence = run.seq_len or _never("the sequence length is not stated")
     if _script(run) and "packing" not in run.notes.lower():
@@ -83,6 +85,7 @@ def layout(run: PublishedRun, *, experts: bool) -> Layout:
             "shard_parameters": sharded,
             "dispatcher": DISPATCHERS.index(_dispatcher(run, ep)),
             "capacity_factor": _capacity(run),
+            "reroute": "spill" in run.balancer,
             "offload": "offload" in run.notes and "optimizer" in run.notes,
         },
     )

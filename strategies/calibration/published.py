@@ -53,6 +53,7 @@ class PublishedRun:
     dispatcher: str
     routing: str
     capacity_factor: float | None
+    balancer: str
     recompute: str
     step_time_s: float | None
     tokens_per_s_per_gpu: float | None

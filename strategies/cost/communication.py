@@ -31,6 +31,10 @@ class Sharding:
     """Of a layer's weights, once."""
     reduce: Column
     """Of the gradients of what is trained in it, over shards and replicas."""
+    mixer_gather: Column | float = 0.0
+    """Of `gather`, the mixer's weights: what a layer needs first."""
+    mixer_reduce: Column | float = 0.0
+    """Of `reduce`, the mixer's gradients: what a layer's backward pass has last."""
 
 
 def sharding(work: Workload, kind: Kind, c: Candidates, cluster: Cluster, size: int) -> Sharding:
@@ -48,15 +52,25 @@ def sharding(work: Workload, kind: Kind, c: Candidates, cluster: Cluster, size: 
     frozen_routed = np.where(c.shard_parameters, 0 if full else routed, 0)
     gathered = (frozen_dense + trained_dense) * size / c.tp
     gathered_experts = (frozen_routed * stored + trained_routed * size) / c.ep
-    gather = collectives.all_gather(cluster, gathered, c.fsdp, c.tp)
-    gather = gather + collectives.all_gather(cluster, gathered_experts, c.efsdp, c.efsdp_stride)
+    gather_dense = collectives.all_gather(cluster, gathered, c.fsdp, c.tp)
+    gather = gather_dense + collectives.all_gather(
+        cluster, gathered_experts, c.efsdp, c.efsdp_stride
+    )
     gradient = work.state.gradient
     reduced, reduced_experts = trained_dense * gradient / c.tp, trained_routed * gradient / c.ep
-    reduce = collectives.reduce_scatter(cluster, reduced, c.fsdp, c.tp)
-    reduce = reduce + collectives.reduce_scatter(cluster, reduced_experts, c.efsdp, c.efsdp_stride)
+    reduce_dense = collectives.reduce_scatter(cluster, reduced, c.fsdp, c.tp)
+    reduce = reduce_dense + collectives.reduce_scatter(
+        cluster, reduced_experts, c.efsdp, c.efsdp_stride
+    )
     shard = reduced / c.fsdp + reduced_experts / c.efsdp
     replicas = collectives.all_reduce(cluster, shard, c.dp_replicate, c.replica_stride)
-    return Sharding(gather=gather, reduce=reduce + replicas)
+    mixer = sum(p.parameters for p in kind.works if p.name == "mixer") / max(dense, 1)
+    return Sharding(
+        gather=gather,
+        reduce=reduce + replicas,
+        mixer_gather=mixer * gather_dense,
+        mixer_reduce=mixer * reduce_dense,
+    )
 
 
 def root_sharding(work: Workload, c: Candidates, cluster: Cluster, size: int) -> Sharding:

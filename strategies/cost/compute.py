@@ -116,6 +116,10 @@ class Passes:
     backward: Column
     core: Column
     """Of forward: attention over pairs, behind which keys and values are passed on."""
+    mixer: Column
+    """Of forward."""
+    mixer_backward: Column
+    """Of backward, without what is recomputed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,9 +140,10 @@ def routed(work: Workload, c: Candidates) -> Routed:
     for i in range(len(few)):
         capacity, reroute = float(few.capacity_factor[i]), bool(few.reroute[i])
         ep, spare = int(few.ep[i]), int(few.expert_copies[i])
-        overload.append(
-            device_overload(routing, experts, ep, capacity=capacity, reroute=reroute, spare=spare)
+        load = device_overload(
+            routing, experts, ep, capacity=capacity, reroute=reroute, spare=spare
         )
+        overload.append(capacity if work.static_shapes and np.isfinite(capacity) else load)
         dropped.append(dropped_share(routing, experts, capacity, reroute))
     return Routed(overload=np.array(overload)[at_rows], dropped=np.array(dropped)[at_rows])
 
@@ -154,7 +159,7 @@ def block_passes(
 ) -> Passes:
     """Sums the parts of a layer; tensor parallelism divides each, expert parallelism none of the
     products, because every rank brings its own tokens."""
-    forward = backward = again = core_seconds = np.zeros(len(c))
+    forward = backward = again = core_seconds = mixer = mixer_back = np.zeros(len(c))
     full = work.training == "full"
     share = c.micro_batch_size / (c.cp * c.tp)
     moved_rate = known.bandwidth * k.memory_share
@@ -169,8 +174,11 @@ def block_passes(
         moved_back = scale * at(part.moved_backward, c.sequence_length)
         if part.name in ROUTED:
             moved, moved_back = moved * load.overload, moved_back * load.overload
-        forward = forward + once + core + moved
-        backward = backward + (once + gradient if full else once) + core_back + moved_back
+        ahead = once + core + moved
+        back = (once + gradient if full else once) + core_back + moved_back
+        forward, backward = forward + ahead, backward + back
+        if part.name == "mixer":
+            mixer, mixer_back = ahead, back
         again = again + moved + once / 2
         if part.core.per_pair or part.core.per_window:
             core_seconds = core_seconds + core
@@ -185,7 +193,13 @@ def block_passes(
         forward, backward = forward + unpack, backward + unpack
     recomputed = np.where(c.recomputation == FULL, forward, 0.0)
     recomputed = np.where(c.recomputation == SELECTIVE, again, recomputed)
-    return Passes(forward=forward, backward=backward + recomputed, core=core_seconds)
+    return Passes(
+        forward=forward,
+        backward=backward + recomputed,
+        core=core_seconds,
+        mixer=mixer,
+        mixer_backward=mixer_back,
+    )
 
 
 def _core(work: Work, c: Candidates, known: Rates, k: Constants, intensity: float) -> Column:

@@ -34,6 +34,9 @@ class Layers:
     forward: tuple[Column, ...]
     """Of one layer of each kind: what gathers hide behind."""
     backward: tuple[Column, ...]
+    mixer: tuple[Column, ...]
+    """Of `forward`, the mixer's: what gathers hide behind that start with their layer."""
+    mixer_backward: tuple[Column, ...]
     head: Column
     """Head and loss, forward and backward; in none of the others."""
 
@@ -58,7 +61,7 @@ def micro_batch(
     splits = passes + (0.5 if work.training == "full" else 0.0)
     names = ("compute", "overhead", "tensor_parallel", "context_parallel")
     sums = {name: np.zeros(len(few)) for name in names}
-    windows, windows_back = [], []
+    windows, windows_back, mixers, mixers_back = [], [], [], []
     for kind in work.kinds:
         p = block_passes(kind, work, few, known, k, load)
         sorting = permute if kind.routed_parameters else 0.0
@@ -86,10 +89,14 @@ def micro_batch(
         windows.append((forward + late - np.minimum(passed, behind))[at_rows])
         busy = np.minimum(passed_back, behind_back)
         windows_back.append((backward + late_back - busy)[at_rows])
+        mixers.append(p.mixer[at_rows])
+        mixers_back.append(p.mixer_backward[at_rows])
     return Layers(
         **{name: seconds[at_rows] for name, seconds in sums.items()},
         forward=tuple(windows),
         backward=tuple(windows_back),
+        mixer=tuple(mixers),
+        mixer_backward=tuple(mixers_back),
         head=head_seconds(work, few, known, k)[at_rows],
     )
 

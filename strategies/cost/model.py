@@ -14,13 +14,14 @@ from strategies.cost.columns import distinct, total
 from strategies.cost.communication import (
     ALL_TO_ALL,
     HIERARCHICAL,
+    Sharding,
     exchange,
     root_sharding,
     sharding,
 )
 from strategies.cost.compute import Rates, rates, routed
 from strategies.cost.constants import Constants, Deviations, load_constants, load_deviations
-from strategies.cost.layers import MICRO_BATCH_COLUMNS, forward_passes, micro_batch
+from strategies.cost.layers import MICRO_BATCH_COLUMNS, Layers, forward_passes, micro_batch
 from strategies.cost.memory import GIB, Bytes, memory, owned_parameters
 from strategies.cost.stages import Stages, stages, straggler
 
@@ -193,15 +194,13 @@ def _body(work: Workload, cluster: Cluster, c: Candidates, k: Constants, known: 
     layers = micro_batch(work, cluster, c, k, known)
     names = ("all_gather", "reduce_scatter", "forward", "backward", "whole_gather", "whole_reduce")
     sums = {name: np.zeros(len(c)) for name in names}
-    for kind, window, window_back in zip(work.kinds, layers.forward, layers.backward, strict=True):
+    for i, kind in enumerate(work.kinds):
         s = sharding(work, kind, c, cluster, known.dtype_bytes)
-        gather_back = np.where(c.reshard_after_forward, s.gather, 0.0)
-        hidden = np.minimum(gather_back, k.shard_overlap * window_back)
-        exposed = np.maximum(s.gather - k.shard_overlap * window, 0.0) + gather_back - hidden
-        left = np.maximum(k.shard_overlap * window_back - hidden, 0.0)
+        window, window_back = layers.forward[i], layers.backward[i]
+        exposed, left = _exposed(work, c, s, layers, i, k)
         layer = {
             "all_gather": exposed,
-            "reduce_scatter": np.maximum(s.reduce - left, 0.0),
+            "reduce_scatter": left,
             "forward": window,
             "backward": window_back,
             "whole_gather": s.gather,
@@ -221,6 +220,28 @@ def _body(work: Workload, cluster: Cluster, c: Candidates, k: Constants, known: 
         all_to_all=swaps(work, c, cluster, k, known),
         head=layers.head,
     )
+
+
+def _exposed(
+    work: Workload, c: Candidates, s: Sharding, layers: Layers, i: int, k: Constants
+) -> tuple[Column, Column]:
+    """Seconds of a layer's gathers and reductions that nothing hides.
+
+    With prefetching, gathers travel behind a share of another layer's time and reductions behind
+    what they leave of backward's. Without, nothing leaves its layer: the mixer's weights are waited
+    for, the others travel while it computes, their gradients while its backward pass does.
+    """
+    back = np.where(c.reshard_after_forward, 1.0, 0.0)
+    window = k.shard_overlap * layers.forward[i]
+    window_back = k.shard_overlap * layers.backward[i]
+    if work.prefetch:
+        hidden = np.minimum(back * s.gather, window_back)
+        gather = np.maximum(s.gather - window, 0.0) + back * s.gather - hidden
+        return gather, np.maximum(s.reduce - np.maximum(window_back - hidden, 0.0), 0.0)
+    own, own_back = k.shard_overlap * layers.mixer[i], k.shard_overlap * layers.mixer_backward[i]
+    once = s.mixer_gather + np.maximum(s.gather - s.mixer_gather - own, 0.0)
+    reduce = s.mixer_reduce + np.maximum(s.reduce - s.mixer_reduce - own_back, 0.0)
+    return (1.0 + back) * once, reduce
 
 
 def swaps(work: Workload, c: Candidates, cluster: Cluster, k: Constants, known: Rates) -> Column:

@@ -108,6 +108,13 @@ def test_context_parallel_ranks_shard_too(runs):
     assert (c["fsdp"], c["cp"], c["gradient_accumulation"]) == (64, 2, 4)
 
 
+def test_overflow_that_goes_to_the_next_best_expert_is_rerouted(runs):
+    assert layout(runs["gt0944"], experts=True).columns["reroute"]
+    assert not layout(runs["gt0941"], experts=True).columns["reroute"]
+    with pytest.raises(Unknown, match="copied"):
+        layout(runs["gt0943"], experts=True)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
