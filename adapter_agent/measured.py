@@ -15,11 +15,29 @@ if TYPE_CHECKING:
     from strategies.schema import Plan, Refit
 
 
+NEEDED = ("analysis.json", "plan.json", "validation.json", "train/metrics.jsonl")
+
+
+def check_finished(run_dir: Path, *more: str) -> None:
+    """Raises InputError for what is no run directory with all that a refit reads, and `more`."""
+    needed = (*NEEDED, *more)
+    missing = [name for name in needed if not (run_dir / name).is_file()]
+    if not run_dir.is_dir():
+        fault = f"{run_dir} is no folder"
+    elif len(missing) == len(needed):
+        fault = f"{run_dir} is no run directory"
+    else:
+        fault = f"the run in {run_dir} is not finished: it has no {', '.join(missing)}"
+    if missing:
+        fix = "give the --run-dir of a run that was validated and trained"
+        raise InputError("--measured", fault=fault, fix=fix)
+
+
 def constants_of(run_dir: Path, cluster: Cluster) -> tuple[Constants, Refit]:
     """Refits the cost model's constants from `analysis.json`, `plan.json`, `validation.json` and
     `train/metrics.jsonl` of a run directory.
 
-    Raises InputError when one of them is missing, or the run was not validated or too short.
+    Raises InputError when the run was not validated or too short.
     """
     from adapter_agent.run_directory import RunDirectory
     from analyzers.schema import ModelAnalysis

@@ -179,12 +179,13 @@ def _options(
 ) -> Options:
     """What to plan. Without a model, the job of the finished run, but for what is given."""
     from adapter_agent.job import Options
+    from adapter_agent.measured import check_finished
     from analyzers.documents import read_document
     from strategies.schema import Job
 
-    if measured is not None and not measured.is_dir():
-        fix = "give the --run-dir of a finished run"
-        raise InputError("--measured", fault=f"{measured} is no folder", fix=fix)
+    if measured is not None:
+        asked = {"job.json": model, "cluster.yaml": cluster}
+        check_finished(measured, *(name for name, given in asked.items() if given is None))
     if model is None and measured is not None:
         job = read_document(Job, measured / "job.json")
         past = {

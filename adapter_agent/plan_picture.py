@@ -9,7 +9,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from adapter_agent.terminal import bar, new_table
-from adapter_agent.words import details, number, shape
+from adapter_agent.words import details, shape
+from analyzers.numbers import number
 from strategies.answers import Answer, Degraded, EpCurve, windows_in_words
 
 if TYPE_CHECKING:
@@ -133,11 +134,11 @@ def picture_of_ep_curve(curve: EpCurve) -> RenderableType:
         fix = "--fix fsdp=N or --fix ep=N keeps another plan"
         return Group(Text(curve.kept), made, Text(f"{said}: {fix}."))
     lines = [f"{w.assumed}: best is {windows_in_words(w.windows)}" for w in curve.windows]
-    last = (
-        f"up to {curve.fits_up_to:,} tokens a rank fit"
-        if curve.fits_up_to
-        else "no number of tokens fits"
-    )
+    limits = "these limits in steps of 4 %"
+    if curve.fits_up_to:
+        last = f"{limits}; up to {curve.fits_up_to:,} tokens a rank fit"
+    else:
+        last = f"{limits}; no number of tokens fits"
     return Group(Text(curve.kept), made, *map(Text, [*lines, last]))
 
 

@@ -129,6 +129,7 @@ def _rejected(run: RunDirectory, decision: Decision) -> ReviewRejectedError:
 def summary(run: RunDirectory) -> str:
     """What there is to decide about, in a few lines."""
     from adapter_agent.words import shape
+    from analyzers.numbers import number
     from codegen.schema import KernelSet
     from strategies.schema import Plan
 
@@ -140,7 +141,7 @@ def summary(run: RunDirectory) -> str:
         proved = f"{passed} of {len(kernel.gates)} gates passed"
         changed = "" if _is_unchanged(run / "kernels", kernel) else ", but CHANGED since then"
         lines.append(f"  {kernel.module}: {proved}{changed}")
-    lines.append(f"plan: {shape(plan)}, {plan.predicted.step_seconds:.3g} s a step")
+    lines.append(f"plan: {shape(plan)}, {number(plan.predicted.step_seconds, 3)} s a step")
     lines.append(f"read: {run / 'review.patch'}")
     decision = read_decision(run)
     if decision is None:

@@ -12,6 +12,7 @@ from adapter_agent.terminal import Terminal
 from adapter_agent.words import count, shape
 from analyzers.documents import read_document, write_document
 from analyzers.errors import InputError, ProofError
+from analyzers.numbers import number
 from strategies.schema import Plan
 
 if TYPE_CHECKING:
@@ -127,10 +128,11 @@ def plan(context: Context) -> Outcome:
 
     found = search(context.analysis, context.cluster, context.job)
     write_document(found, context.run / "plan.json")
+    held = found.predicted.memory_gib
     return Outcome(
         f"{shape(found)} on {found.world_size} devices: "
-        f"{found.predicted.step_seconds:.3g} s a step, {found.predicted.memory_gib.peak:.3g} "
-        f"of {found.predicted.memory_gib.capacity:.3g} GiB"
+        f"{number(found.predicted.step_seconds, 3)} s a step, {number(held.peak, 3)} of "
+        f"{number(held.capacity, 3)} GiB"
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from analyzers.numbers import number
+
 if TYPE_CHECKING:
     from analyzers.schema import ModelAnalysis
     from strategies.schema import Alternative, Plan
@@ -11,21 +13,11 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
-def number(value: float, digits: int = 4) -> str:
-    """`11,340`, `95.92`, `0.876`: significant digits, and never an exponent for large ones."""
-    return f"{value:,.{digits}g}" if value < 10**digits - 0.5 else f"{value:,.0f}"
-
-
-def _three(value: float) -> str:
-    """Three digits, or four without an exponent."""
-    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
-
-
 def count(n: float) -> str:
     """A count for people: `2.78 T`, `104 B`, `7.1 M`."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if n >= size:
-            return f"{_three(n / size)} {letter}"
+            return f"{number(n / size, 3)} {letter}"
     return f"{n:.0f}"
 
 
@@ -33,7 +25,7 @@ def size(n: float) -> str:
     """Bytes for people: `1.42 TiB`, `5.71 MiB`."""
     for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
         if n >= 2**power:
-            return f"{_three(n / 2**power)} {unit}"
+            return f"{number(n / 2**power, 3)} {unit}"
     return f"{n:.0f} B"
 
 

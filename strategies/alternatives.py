@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from analyzers.numbers import number
 from strategies.candidates import RECOMPUTATION, Candidates, Column
 from strategies.pricing import GIB, oom_probability, plan_fields
 from strategies.problem import Problem
@@ -177,7 +178,8 @@ def _limit(problem: Problem, family: Points, best: Points, predicted: Predicted)
         part = max(growth, key=lambda name: growth[name])
         return (
             f"time: {ratio - 1:.1%} more a token; {part.replace('_', ' ')} "
-            f"{theirs[part] * scale:.3g} s against {ours[part]:.3g} s"
+            f"{number(theirs[part] * scale, 3)} s "
+            f"against {number(ours[part], 3)} s"
         )
     margin = family.peak + QUANTILE * family.deviation
     leanest = family.take(slice(int(np.argmin(margin)), int(np.argmin(margin)) + 1))

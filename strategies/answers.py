@@ -64,7 +64,7 @@ class EpRow:
 
 @dataclass(frozen=True, kw_only=True)
 class EpWindows:
-    """EP -> first and last tokens a rank at which it is the fastest."""
+    """EP -> first and last tokens a rank at which it is the fastest, in steps of 4 %."""
 
     assumed: str
     windows: dict[int, tuple[int, int]]
@@ -78,7 +78,8 @@ class EpCurve:
     windows: list[EpWindows]
     """As the plan is priced, then without what hides or repeats communication."""
     fits_up_to: int
-    """Tokens a rank that some EP can hold; 0 where none can."""
+    """Most tokens a rank that some EP can hold, exactly, of those that are looked at; 0 where none
+    fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,29 +107,38 @@ def fewest_devices(problem: Problem) -> Answer:
         world = problem.cluster.world_size
         raise InfeasibleError(f"no plan fits on the {world} devices of {problem.cluster.name}")
     part, best = found
-    limit = "on fewer, every plan needs more memory than is safe"
-    return _answer(part, best, part.cluster.world_size, "devices", limit)
+    devices = part.cluster.world_size
+    limit = "on fewer, every plan needs more memory than is safe" if devices > 1 else "one will do"
+    return _answer(part, best, devices, "devices", limit)
 
 
 def longest_sequence(problem: Problem) -> Answer:
-    """The longest sequence, in steps of 128 tokens, that fits as a micro-batch of its own.
+    """The longest sequence, in steps of 128 tokens up to the model's longest, that fits as a
+    micro-batch of its own.
 
     Memory never shrinks with the sequence, so bisection is exact. Raises InfeasibleError.
     """
     longest = problem.longest or LONGEST
-    step = min(SEQUENCE_STEP, longest)
-    most = longest // step
+    most = -(-longest // SEQUENCE_STEP)
+
+    def tokens(count: int) -> int:
+        return min(count * SEQUENCE_STEP, longest)
 
     def fastest(count: int) -> Points | None:
-        job = replace(problem.job, sequence_length=count * step, global_batch_size=None)
+        job = replace(problem.job, sequence_length=tokens(count), global_batch_size=None)
         fixed = {**problem.fixed, "micro_batch_size": 1}
-        return _fastest(replace(problem, job=job, fixed=fixed))
+        return _best(replace(problem, job=job, fixed=fixed))
 
     count, point = _largest(fastest, most)
     if point is None:
-        raise InfeasibleError(f"not even a sequence of {step} tokens fits")
-    limit = "a longer one does not fit" if count < most else "the model takes no longer one"
-    return _answer(problem, point, count * step, "tokens", limit)
+        raise InfeasibleError(f"not even a sequence of {tokens(1)} tokens fits")
+    if count < most:
+        limit = f"one of {tokens(count + 1):,} tokens does not fit"
+    elif problem.longest:
+        limit = "the model takes none that is longer"
+    else:
+        limit = "longer ones are not tried"
+    return _answer(problem, point, tokens(count), "tokens", limit)
 
 
 def largest_micro_batch(problem: Problem) -> Answer:
@@ -140,7 +150,7 @@ def largest_micro_batch(problem: Problem) -> Answer:
     def fastest(count: int) -> Points | None:
         job = replace(problem.job, global_batch_size=None)
         fixed = {**problem.fixed, "micro_batch_size": count}
-        return _fastest(replace(problem, job=job, fixed=fixed))
+        return _best(replace(problem, job=job, fixed=fixed))
 
     count, point = _largest(fastest, MOST_SEQUENCES)
     if point is None:
@@ -161,7 +171,7 @@ def ep_curve(problem: Problem, like: Candidates | None = None) -> EpCurve:
         fix = "give a mixture-of-experts model"
         raise InputError("--ask", field="ep-curve", fault="the model has no experts", fix=fix)
     if like is None:
-        like = _require_fastest(replace(problem, allow=frozenset())).plans
+        like = _require_best(replace(problem, allow=frozenset())).plans
     octaves = math.log2(MOST_TOKENS / FEWEST_TOKENS)
     fine = np.geomspace(FEWEST_TOKENS, MOST_TOKENS, round(octaves * TOKENS_PER_OCTAVE) + 1)
     pricing = problem.pricing
@@ -179,18 +189,18 @@ def ep_curve(problem: Problem, like: Candidates | None = None) -> EpCurve:
         kept=settings(problem, like),
         rows=[_row(shown, tokens) for tokens in np.unique(_tokens(shown)).tolist()],
         windows=[EpWindows(assumed=name, windows=_windows(t)) for name, t in windows.items()],
-        fits_up_to=int(_tokens(table)[table.fits].max(initial=0)),
+        fits_up_to=_most_tokens(problem, pricing, like),
     )
 
 
 def degraded_links(problem: Problem, scale: float) -> list[Degraded]:
     """What links at `scale` of their rate cost, one tier after the other."""
-    best = _require_fastest(problem)
+    best = _require_best(problem)
     found = []
     for tier in problem.cluster.tiers:
         slow = problem.on(degraded(problem.cluster, tier.name, scale))
         same = price(slow.pricing, best.plans)
-        anew = _require_fastest(slow)
+        anew = _require_best(slow)
         found.append(
             Degraded(
                 tier=tier.name,
@@ -204,7 +214,7 @@ def degraded_links(problem: Problem, scale: float) -> list[Degraded]:
     return found
 
 
-def _fastest(problem: Problem) -> Points | None:
+def _best(problem: Problem) -> Points | None:
     return solve(problem.space(problem.allow), problem.pricing).best
 
 
@@ -239,7 +249,7 @@ def _answer(problem: Problem, point: Points, value: int, unit: str, limit: str) 
     )
 
 
-def _require_fastest(problem: Problem) -> Points:
+def _require_best(problem: Problem) -> Points:
     found = solve(problem.space(problem.allow), problem.pricing)
     if not found.plans:
         raise no_layout(problem)
@@ -272,6 +282,15 @@ def _over_tokens(problem: Problem, pricing: CostModel, like: Candidates, tokens:
             gradient_accumulation=1,
         ),
     )
+
+
+def _most_tokens(problem: Problem, pricing: CostModel, like: Candidates) -> int:
+    def fitting(tokens: int) -> Points | None:
+        table = _over_tokens(problem, pricing, like, np.array([tokens]))
+        return table.take(table.fits) if table.fits.any() else None
+
+    _, found = _largest(fitting, MOST_TOKENS)
+    return int(_tokens(found).max()) if found else 0
 
 
 def _tokens(points: Points) -> Column:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 
+from analyzers.numbers import number
 from strategies.alternatives import settings
 from strategies.answers import ep_curve, windows_in_words
 from strategies.candidates import RECOMPUTATION
@@ -28,12 +29,12 @@ def explain(
     tokens = int(step_tokens(best.plans)[0])
     said = [
         _how_it_was_found(plan.searched, len(fitting)),
-        f"{settings(problem, best.plans)}: {_three(seconds)} s a step of {tokens:,} tokens "
-        f"({_three(low)} to {_three(high)} s four times in five), "
+        f"{settings(problem, best.plans)}: {number(seconds, 3)} s a step of {tokens:,} tokens "
+        f"({number(low, 3)} to {number(high, 3)} s four times in five), "
         f"{predicted.tokens_per_second_per_device:,.0f} tokens/s a device.",
         "Of the step, " + _shares(asdict(step), seconds) + ".",
         f"By bounds alone, before any plan is priced, none that may fit takes less than "
-        f"{_three(predicted.lower_bound_seconds)} s for these tokens: a gap of "
+        f"{number(predicted.lower_bound_seconds, 3)} s for these tokens: a gap of "
         f"{predicted.optimality_gap:.0%}, which pricing then closes.",
         f"Peak memory is {held.peak:.1f} of {held.capacity:.1f} GiB ({least:.1f} to {most:.1f} "
         f"four times in five), {held.frozen_weights:.1f} of it frozen weights over "
@@ -97,11 +98,6 @@ def _how_it_was_found(searched: Searched, fitting: int) -> str:
         f"cannot fit and {searched.too_slow:,} cannot be faster, by bounds that are proven, so by "
         "this cost model none takes less time a token."
     )
-
-
-def _three(value: float) -> str:
-    """Three digits, or more where there would be an exponent."""
-    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
 def _shares(step: dict[str, float], seconds: float) -> str:

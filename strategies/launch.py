@@ -41,6 +41,10 @@ ENVIRONMENT: Mapping[str, Mapping[str, tuple[str, str]]] = {
 """Device type -> variable -> (value, why). What the environment already sets wins."""
 
 
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+"""Device type -> variable with the devices of a node that its processes see."""
+
+
 class RefusedError(InputError):
     """A launcher or another trainer cannot run the plan's layout at all."""
 
@@ -133,7 +137,7 @@ def write_torchrun(plan: Plan, cluster: Cluster, run_dir: str | Path) -> list[Pa
     script = _TORCHRUN.format(
         headline=headline(plan),
         usage=usage,
-        environment=_environment(cluster),
+        environment="\n".join([*_environment(cluster), *_visible(cluster, nodes, per_node)]),
         rendezvous=rendezvous,
         per_node=per_node,
     )
@@ -166,11 +170,41 @@ def _directives(cluster: Cluster, nodes: int, per_node: int) -> str:
     return "".join(f"#SBATCH {line}\n" for line in lines)
 
 
-def _environment(cluster: Cluster) -> str:
+def _environment(cluster: Cluster) -> list[str]:
     lines = ["export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"]
     for name, (value, why) in ENVIRONMENT.get(cluster.device.device_type, {}).items():
         lines += [f"# {why}", f"export {name}=${{{name}:-{value}}}"]
-    return "\n".join(lines)
+    return lines
+
+
+def _visible(cluster: Cluster, nodes: int, per_node: int) -> list[str]:
+    """Hides the devices that are down from the ranks of their nodes.
+
+    What the environment already hides wins: a scheduler that knows of them numbers anew.
+    """
+    name = VISIBLE.get(cluster.device.device_type)
+    used = set(cluster.node_names[:nodes])
+    by_devices: dict[tuple[int, ...], list[str]] = {}
+    for node, devices in cluster.working:
+        if node in used:
+            by_devices.setdefault(devices, []).append(node)
+    if name is None or not by_devices:
+        return []
+    cases = [
+        f"    {' | '.join(map(shlex.quote, names))}) working={','.join(map(str, devices))} ;;"
+        for devices, names in by_devices.items()
+    ]
+    return [
+        "# The topology names devices of these nodes as down.",
+        "case ${SLURMD_NODENAME:-$(hostname -s)} in",
+        *cases,
+        "    *) working= ;;",
+        "esac",
+        f'IFS=, read -ra seen <<<"${{{name}:-}}"',
+        f"if [[ $working && ( ${{#seen[@]}} -eq 0 || ${{#seen[@]}} -gt {per_node} ) ]]; then",
+        f"    export {name}=$working",
+        "fi",
+    ]
 
 
 def headline(plan: Plan) -> str:

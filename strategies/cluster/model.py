@@ -128,6 +128,8 @@ class Cluster:
     """The nodes in use, in rank order."""
     hostlist: tuple[str, ...] = ()
     """The same nodes as a hostlist, e.g. `gpu[01-16]`."""
+    working: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Of each node in use with devices that are down: its name, and the devices that are not."""
     host: Host | None = None
     notes: tuple[str, ...] = ()
     """What was left out or approximated, in sentences."""

@@ -137,21 +137,21 @@ def _without(yaml: YamlFile, cluster: Cluster, faults: _Faults) -> tuple[Cluster
         f"{total} of {cluster.world_size} devices are used, as {shape}: "
         f"{', '.join(compress_hostlist(lost))} have devices that are down"
     )
+    working = tuple(
+        (cluster.node_names[i], tuple(n for n in range(per_node) if n not in faults.devices[i]))
+        for i in left.nodes
+        if i in faults.devices
+    )
+    notes = (
+        f"ranks on {name} may see devices {','.join(map(str, devices))} alone"
+        for name, devices in working
+    )
     part = replace(
         cluster,
         tiers=tuple(tiers),
         node_names=names,
         hostlist=tuple(compress_hostlist(names)),
-        notes=(*cluster.notes, note, *_devices_left(cluster, faults, left.nodes)),
+        working=working,
+        notes=(*cluster.notes, note, *notes),
     )
     return part, left.nodes
-
-
-def _devices_left(cluster: Cluster, faults: _Faults, used: tuple[int, ...]) -> list[str]:
-    """For nodes in use with devices down: which devices their ranks may see."""
-    notes = []
-    for node in used:
-        if down := faults.devices.get(node):
-            left = ",".join(str(i) for i in range(cluster.devices_per_node) if i not in down)
-            notes.append(f"ranks on {cluster.node_names[node]} may see devices {left} alone")
-    return notes

@@ -198,6 +198,18 @@ def test_a_finished_run_refits_the_plan(plan, analyzed, tmp_path):
     assert "is no folder" in err
 
 
+def test_a_folder_that_is_no_finished_run_is_refused_in_one_line(plan, tmp_path):
+    for given in ({}, {"model": None, "cluster": None}):
+        status, out, err = plan("--measured", str(tmp_path), **given)
+        assert (status, out) == (2, "")
+        assert f"--measured: {tmp_path} is no run directory" in err
+        assert len(err.splitlines()) == 1
+    (tmp_path / "plan.json").touch()
+    (tmp_path / "analysis.json").touch()
+    _, _, err = plan("--measured", str(tmp_path))
+    assert "is not finished: it has no validation.json, train/metrics.jsonl (" in err
+
+
 def test_a_model_and_a_cluster_are_asked_for(plan):
     status, _, err = plan(model=None)
     assert status == 2

@@ -72,7 +72,7 @@ def test_numbers_for_people():
         "0",
     ]
     assert number(2_735.4, 3) == "2,735"
-    assert (count(999_900), size(1_045_000)) == ("1000 k", "1021 KiB")
+    assert (count(999_900), size(1_045_000)) == ("1,000 k", "1,021 KiB")
     assert [size(n) for n in (1_560_000_000_000, 6_000_000, 12)] == ["1.42 TiB", "5.72 MiB", "12 B"]
 
 

@@ -68,13 +68,18 @@ def test_the_longest_sequence_fits_and_one_step_more_does_not(problem):
     answer = answers.longest_sequence(problem)
     one = {"micro_batch_size": 1}
     assert fits(problem, job=job(answer.value), fixed=one)
-    assert not fits(problem, job=job(answer.value + answers.SEQUENCE_STEP), fixed=one)
+    longer = answer.value + answers.SEQUENCE_STEP
+    assert not fits(problem, job=job(longer), fixed=one)
+    assert answer.limit == f"one of {longer:,} tokens does not fit"
 
 
 def test_a_small_model_takes_the_longest_sequence_that_it_knows(tiny, supernode):
     answer = answers.longest_sequence(make_problem(tiny, supernode, job()))
     assert answer.value == tiny.max_sequence_length
-    assert "the model takes no longer one" in answer.limit
+    assert answer.limit == "the model takes none that is longer"
+    odd = replace(tiny, max_sequence_length=1000)
+    answer = answers.longest_sequence(make_problem(odd, supernode, job(512)))
+    assert (answer.value, answer.limit) == (1000, "the model takes none that is longer")
 
 
 def test_the_largest_micro_batch_fits_and_one_more_does_not(problem):
@@ -123,6 +128,15 @@ def test_the_ep_curve_marks_what_does_not_fit(curve, problem):
     assert all(c.memory_gib <= 128 for c in cells.values() if c.fits)
     assert not any(c.fits for (tokens, _), c in cells.items() if tokens > curve.fits_up_to)
     assert {ep for _, ep in cells} == {1, 2, 4, 8, 16, 32, 64, 128}
+
+
+def test_the_most_tokens_of_the_ep_curve_are_exact(curve, problem):
+    """As one sequence of so many tokens, and not as one with a token more."""
+    like = {"fsdp": 128, "micro_batch_size": 1}
+    most = curve.fits_up_to
+    assert fits(problem, job=job(most), fixed=like)
+    # Two sequences of half the length hold no more than one.
+    assert not fits(problem, job=job(most + 2), fixed=like)
 
 
 def test_trained_experts_are_not_held_packed(k3, supernode):

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from analyzers.errors import InputError
 from strategies import load_cluster, write_launch
@@ -164,3 +165,53 @@ def test_the_headline_names_experts_where_there_are_some(plan_of):
     plan, _ = plan_of("two-ranks")
     assert "FSDP 2, EP 2 x 1, 1 replica(s)" in headline(plan)
     assert headline(replace(plan, expert_weight_format=None)).endswith("FSDP 2, 1 replica(s)")
+
+
+@pytest.fixture
+def with_a_device_down(tmp_path):
+    """A cluster of whose nodes device 2 is down, and a plan on what is left of it."""
+
+    def make(name):
+        path = tmp_path / f"{name}.yaml"
+        data = yaml.safe_load((CLUSTERS / path.name).read_text())
+        data["overrides"] = [{"match": "*/device2", "down": True}]
+        path.write_text(yaml.safe_dump(data))
+        cluster = load_cluster(path)
+        size = cluster.world_size
+        layout = Parallelism(fsdp=size, ep=1, efsdp=size)
+        return make_plan(cluster=cluster.name, world_size=size, parallelism=layout), cluster
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("name", "node", "variable"),
+    [
+        ("hgx-h200-128", "gpu07", "CUDA_VISIBLE_DEVICES"),
+        ("supernode-128", "sn07", "ASCEND_RT_VISIBLE_DEVICES"),
+    ],
+)
+def test_ranks_do_not_see_a_device_that_is_down(with_a_device_down, tmp_path, name, node, variable):
+    plan, cluster = with_a_device_down(name)
+    assert cluster.devices_per_node == 7
+    torchrun = write_launch(plan, cluster, tmp_path / "run")[0]
+    fake(tmp_path / "bin", "torchrun", f'echo "${{{variable}-all}}"')
+    launch = {"NODE_RANK": "0", "MASTER_ADDR": "h"}
+
+    def seen(host, **given):
+        fake(tmp_path / "bin", "hostname", f"echo {host}")
+        return run(torchrun, tmp_path / "bin", **launch, **given).stdout.strip()
+
+    assert seen(node) == "0,1,3,4,5,6,7"
+    assert seen("another") == "all"
+    assert seen("alias", SLURMD_NODENAME=node) == "0,1,3,4,5,6,7"
+    # A scheduler gave all of the node, or knew of the fault and gave what is left.
+    assert seen(node, **{variable: "0,1,2,3,4,5,6,7"}) == "0,1,3,4,5,6,7"
+    assert seen(node, **{variable: "0,1,2,3,4,5,6"}) == "0,1,2,3,4,5,6"
+    if shellcheck := shutil.which("shellcheck"):
+        subprocess.run([shellcheck, torchrun], check=True)
+
+
+def test_nothing_is_hidden_where_every_device_works(plan_of, tmp_path):
+    text = write_launch(*plan_of("hgx-h200-128"), tmp_path)[0].read_text()
+    assert "VISIBLE_DEVICES" not in text
