@@ -184,16 +184,13 @@ def _visible(cluster: Cluster, nodes: int, per_node: int) -> list[str]:
     """
     name = VISIBLE.get(cluster.device.device_type)
     used = set(cluster.node_names[:nodes])
-    by_devices: dict[tuple[int, ...], list[str]] = {}
-    for node, devices in cluster.working:
-        if node in used:
-            by_devices.setdefault(devices, []).append(node)
-    if name is None or not by_devices:
-        return []
     cases = [
         f"    {' | '.join(map(shlex.quote, names))}) working={','.join(map(str, devices))} ;;"
-        for devices, names in by_devices.items()
+        for devices, on in cluster.working
+        if (names := [node for node in on if node in used])
     ]
+    if name is None or not cases:
+        return []
     return [
         "# The topology names devices of these nodes as down.",
         "case ${SLURMD_NODENAME:-$(hostname -s)} in",

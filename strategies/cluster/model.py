@@ -128,8 +128,9 @@ class Cluster:
     """The nodes in use, in rank order."""
     hostlist: tuple[str, ...] = ()
     """The same nodes as a hostlist, e.g. `gpu[01-16]`."""
-    working: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """Of each node in use with devices that are down: its name, and the devices that are not."""
+    working: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...] = ()
+    """Of nodes in use with devices that are down: the devices that are not, and the nodes' names.
+    """
     host: Host | None = None
     notes: tuple[str, ...] = ()
     """What was left out or approximated, in sentences."""

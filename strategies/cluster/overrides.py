@@ -137,21 +137,21 @@ def _without(yaml: YamlFile, cluster: Cluster, faults: _Faults) -> tuple[Cluster
         f"{total} of {cluster.world_size} devices are used, as {shape}: "
         f"{', '.join(compress_hostlist(lost))} have devices that are down"
     )
-    working = tuple(
-        (cluster.node_names[i], tuple(n for n in range(per_node) if n not in faults.devices[i]))
-        for i in left.nodes
-        if i in faults.devices
-    )
+    working: dict[tuple[int, ...], tuple[str, ...]] = {}
+    for i in left.nodes:
+        if down := faults.devices.get(i):
+            up = tuple(n for n in range(per_node) if n not in down)
+            working[up] = (*working.get(up, ()), cluster.node_names[i])
     notes = (
-        f"ranks on {name} may see devices {','.join(map(str, devices))} alone"
-        for name, devices in working
+        f"ranks on {','.join(compress_hostlist(on))} may see devices {','.join(map(str, up))} alone"
+        for up, on in working.items()
     )
     part = replace(
         cluster,
         tiers=tuple(tiers),
         node_names=names,
         hostlist=tuple(compress_hostlist(names)),
-        working=working,
+        working=tuple(working.items()),
         notes=(*cluster.notes, note, *notes),
     )
     return part, left.nodes
