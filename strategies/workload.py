@@ -155,6 +155,8 @@ class Workload:
     that XLA compiles keeps collectives in the iteration that needs them: its pipelining of
     collectives and double buffering of loops are off unless a flag asks for them
     (docs.nvidia.com/jax-toolbox/performance-profiling/gpu-performance)."""
+    reduces_last: bool = False
+    """Gradients are reduced, and weights given back, after the last micro-batch of a step alone."""
     static_shapes: bool = False
     """Experts with a capacity compute all of it, filled or not, as what XLA compiles does."""
     routing: Routing = BALANCED
@@ -198,6 +200,7 @@ def workload(
     state: State = FLOAT32_STATE,
     loss_size: int = 4,
     prefetch: bool = True,
+    reduces_last: bool = False,
     static_shapes: bool = False,
     fused_experts: bool = False,
     routing: Routing = BALANCED,
@@ -235,6 +238,7 @@ def workload(
         state=state,
         loss_size=loss_size,
         prefetch=prefetch,
+        reduces_last=reduces_last,
         static_shapes=static_shapes,
         routing=routing,
         router_groups=router.groups if router else 1,

@@ -25,23 +25,41 @@ from strategies.schema import Lora
 from strategies.workload import FLOAT32_STATE, MASTER_STATE, Precision, State, Workload, workload
 
 BF16_STATE = State(weight=2.0, gradient=2.0, optimizer=4.0)
-"""A model loaded in bfloat16 under a plain Adam keeps everything in bfloat16 (NeMo AutoModel)."""
 MEGATRON_STATE = State(weight=2.0, gradient=2.0, optimizer=12.0)
-"""Megatron-Bridge's performance recipes set `grad_reduce_in_fp32 = False`: gradients in bfloat16
-(scripts/performance of NVIDIA-NeMo/Megatron-Bridge)."""
-LOSS_SIZE = {"automodel": 2}
-"""NeMo AutoModel's benchmark recipes set `fp32_upcast: false` (examples/llm_benchmark)."""
-XLA = ("jax",)
-"""Compiled with static shapes. marin compiles all blocks as one `lax.scan` and sets no flag that
-pipelines its collectives (marin-community/marin, experiments/grug/moe_hero_fsdp: README.md and
-train.py)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """What a family of frameworks does that no plan says."""
+
+    state: State = FLOAT32_STATE
+    loss_size: int = 4
+    lora_rank: int = 8
+    """Where the row does not say; 8 is what most rows say."""
+    reduces_last: bool = False
+    """Of models with experts."""
+    xla: bool = False
+
+
+STACKS = {
+    # NeMo AutoModel's benchmark recipes (examples/llm_benchmark): models are loaded in bfloat16
+    # under a plain Adam, `fp32_upcast: false`, and `enable_fsdp_optimizations` keeps weights and
+    # gradients of models with experts whole until the last micro-batch (moe/fsdp_mixin.py,
+    # NVIDIA-NeMo/Automodel#3960).
+    "automodel": Stack(state=BF16_STATE, loss_size=2, lora_rank=16, reduces_last=True),
+    # Megatron-Bridge's performance recipes set `grad_reduce_in_fp32 = False`
+    # (scripts/performance); 32 is its default rank.
+    "megatron": Stack(state=MEGATRON_STATE, lora_rank=32),
+    "fsdp2": Stack(),
+    "deepspeed": Stack(state=MASTER_STATE),
+    # marin compiles all blocks as one `lax.scan` and sets no flag that pipelines its collectives
+    # (marin-community/marin, experiments/grug/moe_hero_fsdp: README.md and train.py).
+    "jax": Stack(xla=True),
+}
 NATURAL = Routing(exponent=0.3)
 """Of a router that balances itself: the fullest of 64 ranks gets 1.2 to 1.35 times the mean, as
 marin#7668 measured (1.21 to 1.34 on average)."""
 EVERYTHING = ["attention", "routed_experts", "shared_experts", "dense", "latent_projection"]
-LORA_RANK = {"automodel": 16, "megatron": 32, "other": 8}
-"""Where the row does not say: NeMo AutoModel's benchmark recipes, Megatron-Bridge's default, and
-what most rows say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,54 +153,34 @@ def case(run: PublishedRun) -> Case:
 
 
 def _workload(name: str, run: PublishedRun, family: str, precision: Precision) -> Workload:
-    loss = LOSS_SIZE.get(family, 4)
     if run.task.startswith("lora"):
         match = re.search(r"r(?:ank)? ?=? ?(\d+)", run.task) or re.search(
             r"rank (\d+)|\br(\d+)\b", run.notes
         )
         rank = int(next(g for g in match.groups() if g)) if match else 0
-        rank = rank or LORA_RANK.get(family, LORA_RANK["other"])
-        return _lora(name, rank, precision, loss, routing(run))
+        return _made(name, precision, family, routing(run), rank or STACKS[family].lora_rank)
     if run.task in ("pretrain", "sft"):
-        return _full(name, precision, STATES[family], loss, family in XLA, routing(run))
+        return _made(name, precision, family, routing(run))
     raise Unknown("the task is not stated" if not run.task else f"no known task: {run.task}")
 
 
-STATES = {
-    "automodel": BF16_STATE,
-    "megatron": MEGATRON_STATE,
-    "fsdp2": FLOAT32_STATE,
-    "deepspeed": MASTER_STATE,
-    "jax": FLOAT32_STATE,
-}
-
-
 @functools.cache
-def _lora(name: str, rank: int, precision: Precision, loss: int, spread: Routing) -> Workload:
-    lora = Lora(rank=rank, targets=EVERYTHING)  # type: ignore[arg-type]
-    return workload(
-        shape(name),
-        lora,
-        precision=precision,
-        loss_size=loss,
-        fused_experts=True,
-        routing=spread,
-    )
-
-
-@functools.cache
-def _full(
-    name: str, precision: Precision, state: State, loss: int, xla: bool, spread: Routing
+def _made(
+    name: str, precision: Precision, family: str, spread: Routing, rank: int | None = None
 ) -> Workload:
+    """Of LoRA of a rank, or of full fine-tuning."""
+    analysis, stack = shape(name), STACKS[family]
+    lora = Lora(rank=rank, targets=EVERYTHING) if rank else Lora()  # type: ignore[arg-type]
     return workload(
-        shape(name),
-        Lora(),
-        training="full",
+        analysis,
+        lora,
+        training="lora" if rank else "full",
         precision=precision,
-        state=state,
-        loss_size=loss,
-        prefetch=not xla,
-        static_shapes=xla,
+        state=FLOAT32_STATE if rank else stack.state,
+        loss_size=stack.loss_size,
+        prefetch=not stack.xla,
+        static_shapes=stack.xla,
+        reduces_last=stack.reduces_last and analysis.experts is not None,
         fused_experts=True,
         routing=spread,
     )

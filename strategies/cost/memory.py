@@ -162,7 +162,8 @@ def _unsharded(work: Workload, c: Candidates, size: int, stages: Stages) -> Colu
 
     A block's dense part is gathered over fsdp, its local experts over efsdp; a group of one gathers
     nothing. Packed experts are gathered packed and unpacked for one block at a time. The root group
-    (embedding, head, last norm) stays gathered through forward and backward.
+    (embedding, head, last norm) stays gathered through forward and backward. A trainer that reduces
+    after the last micro-batch alone keeps weights and whole gradients of all blocks until then.
     """
     full = work.training == "full"
     gradient = work.state.gradient
@@ -184,7 +185,8 @@ def _unsharded(work: Workload, c: Candidates, size: int, stages: Stages) -> Colu
             whole = np.where(packed, kind.routed_parameters / c.ep * size, 0.0)
             unpacked = np.maximum(unpacked, whole)
     kept = sum((held * layers for held, layers in blocks), zero) * stages.share
-    flight = np.where(c.reshard_after_forward, np.minimum(_largest(blocks), kept), kept)
+    stays = ~c.reshard_after_forward | (work.reduces_last & (c.gradient_accumulation > 1))
+    flight = np.where(stays, kept, np.minimum(_largest(blocks), kept))
     root = np.where(c.fsdp > 1, work.outer_parameters * stages.outer_share * size / c.tp, 0.0)
     return np.where(c.shard_parameters, flight + root, 0.0) + unpacked
 

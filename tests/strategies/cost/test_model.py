@@ -275,6 +275,20 @@ def test_memory_of_a_full_fine_tune_by_hand(dense, device, plain):
     assert held.frozen_weights[0] == held.adapters[0] == held.dispatch[0] == 0
 
 
+def test_weights_and_gradients_stay_whole_until_the_last_micro_batch(dense, device, plain):
+    """Four layers of bfloat16 weights and float32 gradients instead of two, where gradients are
+    reduced once a step of several micro-batches; the tables besides."""
+    (block,) = dense.blocks
+    deep = replace(dense, blocks=[replace(block, layers=[0, 1, 2, 3])])
+    work = workload(deep, Lora(), training="full", reduces_last=True)
+    plans = columns(fsdp=8, sequence_length=TOKENS, gradient_accumulation=[1, 2])
+    held = evaluate(work, switch(device, 8), plans, plain).memory
+    layer = WEIGHTS * (2 + 4)
+    assert held.unsharded_blocks == pytest.approx(
+        [2 * layer + 2 * TABLE * 2, 4 * layer + 2 * TABLE * 2]
+    )
+
+
 def test_a_loss_in_bfloat16_keeps_and_moves_half_the_log_softmax(dense, device, plain):
     """2 bytes less for each of two copies of 4096 x 1000 kept, and of one write and one read."""
     plan = columns(sequence_length=TOKENS)
