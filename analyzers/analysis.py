@@ -286,7 +286,8 @@ def _traced(
         trace = trace_blocks(model, layer_kinds)
     except (Exception, SystemExit) as e:  # tracing runs code that may do anything
         first = str(e).strip().partition("\n")[0]
-        reason = f"counted from modules; torch.export failed: {type(e).__name__}: {first:.200}"
+        what = f"{type(e).__name__}: {first:.200}" if first else type(e).__name__
+        reason = f"counted from modules; torch.export failed: {what}"
         return [None] * len(layer_kinds), "structural", reason
     nodes = sum(len(graph.document.nodes) for graph in trace.blocks)
     way = "torch.export" if trace.exported else "make_fx"

@@ -38,6 +38,7 @@ DTYPE_BITS = {
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
 }
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+NOT_READ = ("*.gguf", "*.h5", "*.msgpack")
 NOT_WEIGHTS = {
     "training_args.bin",
     "optimizer.pt",
@@ -302,3 +303,6 @@ def _refuse_other_formats(folder: Path) -> None:
             fault="pickle weights can run code when they are read and are not accepted",
             fix="convert them to safetensors with save_pretrained",
         )
+    if others := named(*NOT_READ):
+        fix = "convert them to safetensors, or plan from config.json in a folder of its own"
+        raise InputError(folder / others[0], fault="weights in this format are not read", fix=fix)

@@ -1,11 +1,13 @@
-"""Which field of config.json a wrong shape contradicts."""
+"""Which field of config.json is at fault."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+SIZE = re.compile(r"(size|dim|heads?|experts?|rank|channels|kernel|layers)$")
 OTHER = ("vision_config", "audio_config", "quantization_config")
 
 
@@ -42,10 +44,36 @@ def contradicted(
     return f"{' or '.join(paths[:3])} is {best[0]} there, the checkpoint has {best[1]}"
 
 
-def _sizes(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Every whole number above one of a config, by its path."""
+def blamed(config: Mapping[str, Any], error: BaseException) -> tuple[str, str] | None:
+    """The field, and what is wrong with it, that made a class raise: the value that it looked up
+    and did not know, or a size of zero by which it divided. None where no field explains it."""
+    leaves = list(_leaves(config))
+    if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str):
+        unknown = error.args[0]
+        fields = [path for path, value in leaves if value == unknown]
+        return (fields[0], f"'{unknown:.60}' is not known") if fields else None
+    if isinstance(error, ZeroDivisionError):
+        zero = zero_sizes(config)
+        return (zero, "is 0") if zero else None
+    return None
+
+
+def zero_sizes(config: Mapping[str, Any]) -> str | None:
+    """The whole numbers of a config that are 0 and may be sizes, in words."""
+    zero = [p for p, n in _leaves(config) if type(n) is int and not n and SIZE.search(p)]
+    return " or ".join(zero[:3]) or None
+
+
+def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in config.items():
         if isinstance(value, Mapping) and key not in OTHER:
-            yield from _sizes(value, f"{prefix}{key}.")
-        elif type(value) is int and value > 1 and not key.endswith("token_id"):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
             yield f"{prefix}{key}", value
+
+
+def _sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Every whole number above one of a config, by its path."""
+    for path, value in _leaves(config):
+        if type(value) is int and value > 1 and not path.endswith("token_id"):
+            yield path, value

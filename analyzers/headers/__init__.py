@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 
 from torch import nn
 
 from analyzers.checkpoint import CheckpointFolder
 from analyzers.errors import InputError
-from analyzers.formats import logical_tensors, quantization_of
+from analyzers.formats import Logical, logical_tensors, quantization_of
 from analyzers.headers.decoder import expected_tensors
 from analyzers.headers.keys import GenericConfig, mixers
 from analyzers.headers.roles import name_mixers
 from analyzers.headers.skeleton import (
+    UNTRAINED,
     ExpertBanks,
     Inferred,
     Shape,
@@ -29,6 +31,8 @@ from analyzers.headers.skeleton import (
 )
 from analyzers.outer import outer_part
 
+INTEGERS = ("BOOL", "I16", "U16", "I32", "U32", "I64", "U64")
+"""Dtypes of tables, masks and positions; eight bits may be weights as they are used."""
 HEADS = ("lm_head", "embed_out", "output", "head", "tied_head")
 NUMBERED = re.compile(r"^(?P<list>.*?)\.(?P<index>\d{1,8})\.(?P<rest>.+)$")
 
@@ -65,7 +69,7 @@ def infer_model(config: GenericConfig, checkpoint: CheckpointFolder | None) -> S
     stored: Shapes = {}
     if checkpoint is not None:
         logical = logical_tensors(checkpoint, quantization_of(config.data))
-        stored = {name: tensor.shape for name, tensor in logical.items()}
+        stored, notes = _weights(logical)
     layers = _layer_list(stored)
     if layers is None:
         if stored:
@@ -94,6 +98,30 @@ def infer_model(config: GenericConfig, checkpoint: CheckpointFolder | None) -> S
     _tie(model)
     _name_roles(model, "model.layers" if layers is None else layers)
     return model
+
+
+def _weights(logical: Mapping[str, Logical]) -> tuple[Shapes, list[str]]:
+    """The shapes of what can be weights, and notes on dtypes that weights seldom have."""
+    tables = [
+        name
+        for name, tensor in logical.items()
+        if tensor.dtype in INTEGERS
+        and tensor.format == tensor.dtype.lower()
+        and not any(part in name for part in UNTRAINED)
+    ]
+    doubles = [name for name, tensor in logical.items() if tensor.dtype == "F64"]
+    notes = []
+    if tables:
+        notes.append(f"integers are no weights and are not counted: {_listed(tables)}")
+    if doubles:
+        notes.append(f"stored as float64: {_listed(doubles)}")
+    left_out = set(tables)
+    return {name: t.shape for name, t in logical.items() if name not in left_out}, notes
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(f"{name:.120}" for name in names[:3]) + more
 
 
 def _class_name(config: GenericConfig) -> str:

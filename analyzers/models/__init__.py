@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from analyzers.checkpoint import parse_json
 from analyzers.errors import InputError
+from analyzers.fields import blamed, zero_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -171,17 +172,35 @@ def build_on_meta(config: PreTrainedConfig, *, dtype: torch.dtype | None = None)
             with torch.device("meta"), initialization.no_init_weights():
                 model = cls._from_config(config, **kwargs)
             model.tie_weights()  # part of the initialisation that is left out
+            _check_not_empty(model, where, config)
             return model
+    except InputError:
+        raise
     # Model classes raise anything on values that do not go together, and own code may exit.
     except (Exception, SystemExit) as e:
-        fault = f"{name} cannot be built: {_in_a_line(e)}"
-        raise InputError(where, fault=fault, fix="correct the config") from e
+        field, fault = blamed(_as_written(where, config), e) or (None, _in_a_line(e))
+        fault = f"{fault}: {name} cannot be built" if field else f"{name} cannot be built: {fault}"
+        raise InputError(where, field=field, fault=fault, fix="correct the config") from e
     raise InputError(
         where,
         field="model_type",
         fault=f"'{name:.60}' is known, but not as a language model",
         fix="give a model with a language-model head",
     )
+
+
+def _check_not_empty(model: PreTrainedModel, where: Path, config: PreTrainedConfig) -> None:
+    """Raises InputError for a weight without elements that a size of zero makes."""
+    empty = next((name for name, p in model.named_parameters() if not p.numel()), None)
+    field = zero_sizes(_as_written(where, config)) if empty else None
+    if field:
+        fault = f"is 0, which leaves nothing of {empty}"
+        raise InputError(where, field=field, fault=fault, fix="correct the config")
+
+
+def _as_written(where: Path, config: PreTrainedConfig) -> dict[str, Any]:
+    """A config with the names of its file, where it has one."""
+    return read_config(where.parent) if where.is_file() else config.to_dict()
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:

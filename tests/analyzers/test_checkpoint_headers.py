@@ -112,6 +112,18 @@ def test_pickle_weights_are_refused_with_the_way_out(tmp_path, name):
     assert "safetensors" in message
 
 
+@pytest.mark.parametrize("name", ["model-Q4_K_M.gguf", "tf_model.h5", "flax_model.msgpack"])
+def test_weights_in_formats_that_are_not_read_are_refused_unless_safetensors_are_there(
+    tmp_path, name
+):
+    (tmp_path / name).touch()
+    message = refused(tmp_path)
+    assert name in message
+    assert "not read" in message
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert open_checkpoint(tmp_path) is not None
+
+
 def test_shards_without_an_index(tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / "model-00001-of-00002.safetensors")
     assert INDEX in refused(tmp_path)

@@ -13,6 +13,7 @@ from analyzers.errors import InputError
 from analyzers.models import build_on_meta, find_config, load_config
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "models"
+CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 
 CODE = """
 from pathlib import Path
@@ -201,3 +202,37 @@ def test_code_that_exits_is_an_error(tmp_path):
     code.write_text("import sys\nsys.exit(0)\n" + code.read_text())
     with pytest.raises(InputError, match="cannot be built: SystemExit: 0"):
         build_on_meta(load_config(folder, trust_remote_code=True))
+
+
+def built_from(tmp_path, name, change):
+    data = json.loads((CONFIGS / f"{name}.json").read_text()) | change
+    with pytest.raises(InputError) as caught:
+        build_on_meta(load_config(folder_with(tmp_path, data)))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "field", "fault"),
+    [
+        ("qwen3-30b-a3b", {"hidden_act": "foo"}, "hidden_act", "'foo' is not known"),
+        (
+            "qwen3-30b-a3b",
+            {"rope_scaling": {"rope_type": "foo"}},
+            "rope_scaling.rope_type",
+            "'foo' is not known",
+        ),
+        ("qwen3-30b-a3b", {"num_attention_heads": 0}, "num_attention_heads", "is 0"),
+        ("deepseek-v3", {"n_routed_experts": 0}, "n_routed_experts", "leaves nothing of"),
+    ],
+)
+def test_a_value_that_no_model_is_built_from_is_named(tmp_path, name, change, field, fault):
+    error = built_from(tmp_path, name, change)
+    assert error.field == field
+    assert fault in error.fault
+
+
+def test_a_class_without_experts_where_the_config_has_none_is_dense(tmp_path):
+    data = json.loads((CONFIGS / "qwen3-30b-a3b.json").read_text())
+    data |= {"num_experts": 0, "num_hidden_layers": 2}
+    model = build_on_meta(load_config(folder_with(tmp_path, data)))
+    assert not any("experts" in name for name, _ in model.named_parameters())

@@ -367,3 +367,19 @@ def test_a_vision_tower_alone_is_no_language_model():
     tower = {f"vision_tower.blocks.{i}.attn.qkv.weight": (24, 8) for i in range(3)}
     with pytest.raises(InputError, match=r"'vision_tower\.blocks' alone, no language model"):
         infer_model(generic(EXAMPLES / "tiny-unseen-moe"), headers(tower))
+
+
+def test_dtypes_that_weights_seldom_have_are_told():
+    found = headers(stored_of(EXAMPLES / "tiny-unseen-moe"))
+    norm = "model.layers.0.input_layernorm.weight"
+    plain = infer_model(generic(EXAMPLES / "tiny-unseen-moe"), found)
+    found.tensors[norm] = found.tensors[norm]._replace(dtype="F64")
+    for name, shape in (("model.position_ids", (512,)), ("model.layers.0.index", (64, 64))):
+        found.tensors[name] = TensorInfo(name, "I64", shape, Path("x"), 0, 0)
+    odd = infer_model(generic(EXAMPLES / "tiny-unseen-moe"), found)
+    assert parameters(odd) == parameters(plain)
+    more = [note for note in odd.notes if note not in plain.notes]
+    assert more == [
+        "integers are no weights and are not counted: model.position_ids, model.layers.0.index",
+        f"stored as float64: {norm}",
+    ]
