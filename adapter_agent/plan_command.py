@@ -123,7 +123,7 @@ def plan(
     from analyzers import analyze as analyze_model
     from strategies import load_cluster, search
     from strategies.exports import Source
-    from strategies.problem import make_problem
+    from strategies.problem import check_features, make_problem
     from strategies.space import FEATURES
 
     if ask and (figures or exports or allow_idle):
@@ -143,6 +143,7 @@ def plan(
     features = set(allow or ())
     if "all" in features:
         features = features - {"all"} | FEATURES.keys()
+    check_features(features)
     terminal = t.Terminal(quiet=quiet)
     written: list[Written] = []
     with t.stdout_kept_clean(), terminal.live():

@@ -82,6 +82,8 @@ def _memory(plan: Plan) -> RenderableType:
         step = plan.predicted.tokens_per_second_per_device
         theirs = packed.predicted.tokens_per_second_per_device if packed.predicted else 0.0
         made.add_row("tokens/s a device", number(step), "", number(theirs))
+        if packed.parallelism != plan.parallelism:
+            return Group(made, Text(f"Packed, the fastest is {shape(packed)}.\n"))
     return made
 
 

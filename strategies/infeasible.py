@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -12,6 +14,8 @@ from strategies.problem import Problem
 from strategies.solver import MAX_OOM_PROBABILITY, QUANTILE, Points, solve
 from strategies.space import FEATURES, divisors, make_space
 
+STATES = ("frozen_weights", "trained_weights", "adapters", "gradients", "optimizer")
+"""Parts of memory that shards divide, whatever the sequence."""
 MAX_LISTED = 12
 """Layouts that a message names."""
 
@@ -75,7 +79,7 @@ def nothing_fits(problem: Problem, table: Points) -> InfeasibleError:
         for name in problem.features
         if name not in problem.allow and solve(problem.space(require=name), pricing).best
     ]
-    advice = _advice(problem)
+    advice = _advice(problem, _least_devices(point, held, capacity))
     if helps:
         advice += f"; it would fit with what the runtime cannot run yet: {', '.join(helps)}"
     return InfeasibleError(
@@ -86,10 +90,23 @@ def nothing_fits(problem: Problem, table: Points) -> InfeasibleError:
     )
 
 
-def _advice(problem: Problem) -> str:
+def _least_devices(point: Points, held: Mapping[str, float], capacity: float) -> int:
+    """Devices over which the weights and the states of the leanest plan would have to be spread to
+    fit by themselves."""
+    p = point.plans
+    states = sum(held[name] for name in STATES) * float((p.fsdp * p.tp * p.pp)[0])
+    return math.ceil(states / (capacity - held["reserved"]))
+
+
+def _advice(problem: Problem, least: int = 0) -> str:
+    world = problem.cluster.world_size
     less = "a lower LoRA rank" if problem.job.training == "lora" else "LoRA (--training lora)"
-    said = f"use more devices, a shorter sequence or {less}"
-    experts, world = problem.model.experts, problem.cluster.world_size
+    if least > world:
+        what = "and adapters" if problem.job.training == "lora" else "in training"
+        said = f"use more devices: weights {what} alone fill {least:,}"
+    else:
+        said = f"use more devices, a shorter sequence or {less}"
+    experts = problem.model.experts
     eps = [n for n in divisors(experts) if n <= world] if experts else [1]
     if world % eps[-1]:
         said += f"; EP {eps[-1]} does not divide {world} devices: --allow-idle tries fewer"

@@ -79,14 +79,19 @@ def make_problem(
     _check_job(analysis, job)
     routing = Routing(job.routing.exponent, tuple(job.routing.loads))
     work = workload(analysis, job.lora, training=job.training, routing=routing)
-    if unknown := set(allow) - FEATURES.keys():
-        fault = f"{', '.join(sorted(unknown))}: nothing of that name is priced"
-        raise InputError("--allow", fault=fault, fix=f"one of: {', '.join(FEATURES)}, all")
+    check_features(allow)
     _check_adapters(work, job)
     model = model_of(analysis)
     _check_fixed(model, cluster, fixed, allow)
     longest = analysis.max_sequence_length
     return Problem(model, cluster, job, work, fixed, frozenset(allow), longest, constants)
+
+
+def check_features(allow: Collection[str]) -> None:
+    """Raises InputError for a name that is none of FEATURES."""
+    if unknown := set(allow) - FEATURES.keys():
+        fault = f"{', '.join(sorted(unknown))}: nothing of that name is priced"
+        raise InputError("--allow", fault=fault, fix=f"one of: {', '.join(FEATURES)}, all")
 
 
 def _check_job(analysis: ModelAnalysis, job: Job) -> None:

@@ -502,7 +502,7 @@ def test_labels_as_json_are_those_as_yaml(tmp_path):
 
 
 def test_gpus_of_another_kind_are_noticed():
-    with pytest.raises(InputError, match="is of GPUs of sm 90, a a100 is sm 80"):
+    with pytest.raises(InputError, match="its GPUs are sm 90, those of a100 sm 80"):
         take("nccl-h200.xml", device="a100")
 
 

@@ -205,6 +205,8 @@ def test_nothing_fits_says_which_limit_binds_and_by_how_much(k3):
     assert f"needs {peak:.1f} of 140.4 GiB a device" in message
     assert f"{peak - 140.4:.1f} GiB too much" in message
     assert f"frozen weights {float(held.frozen_weights[0]) / 2**30:.1f}" in message
+    # 5,178 GiB of weights and 162 of adapters in training, 137.4 GiB a device.
+    assert "(use more devices: weights and adapters alone fill 39)" in message
 
 
 def test_a_number_of_devices_that_divides_badly_is_told_of_idle_ones(k3):

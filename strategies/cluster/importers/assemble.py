@@ -142,7 +142,7 @@ def _check_device(path: Path, inside: NodeInside, device: str) -> None:
     triton = load_backend(device).triton
     known = triton.arch if triton is not None else None
     if inside.arch is not None and isinstance(known, int) and known != inside.arch:
-        fault = f"is of GPUs of sm {inside.arch}, a {device} is sm {known}"
+        fault = f"its GPUs are sm {inside.arch}, those of {device} sm {known}"
         raise InputError(path, fault=fault, fix="give their --device")
 
 
@@ -183,7 +183,8 @@ def _counted(path: Path, devices: int, kind: str, links: int, one: float, most: 
     A matrix of equal counts is a full mesh where the links to all others are no more than a device
     has (`most`), and a switch otherwise.
     """
-    source = f"{links} links of {one:g} GB/s in {path.name}"
+    counted = "1 link" if links == 1 else f"{links} links"
+    source = f"{counted} of {one:g} GB/s in {path.name}"
     if kind == "fullmesh" or (devices > 2 and links * (devices - 1) * one <= most):
         return _Rate("fullmesh", links * one * (devices - 1), "spec", source, links * one)
     return _Rate(kind, links * one, "spec", source)
