@@ -27,6 +27,8 @@ SHOWN_TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
 VARIED = ("ep", "dispatcher", "micro_batch_size", "sequence_length", "gradient_accumulation")
 """Columns in which the rows of an EP curve differ."""
 FEWEST_TOKENS, MOST_TOKENS, TOKENS_PER_OCTAVE = 512, 65536, 16
+CUTS = 32
+"""Numbers of tokens that are priced at once to narrow a limit down."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +191,7 @@ def ep_curve(problem: Problem, like: Candidates | None = None) -> EpCurve:
         kept=settings(problem, like),
         rows=[_row(shown, tokens) for tokens in np.unique(_tokens(shown)).tolist()],
         windows=[EpWindows(assumed=name, windows=_windows(t)) for name, t in windows.items()],
-        fits_up_to=_most_tokens(problem, pricing, like),
+        fits_up_to=_most_tokens(problem, pricing, like, table),
     )
 
 
@@ -284,13 +286,19 @@ def _over_tokens(problem: Problem, pricing: CostModel, like: Candidates, tokens:
     )
 
 
-def _most_tokens(problem: Problem, pricing: CostModel, like: Candidates) -> int:
-    def fitting(tokens: int) -> Points | None:
-        table = _over_tokens(problem, pricing, like, np.array([tokens]))
-        return table.take(table.fits) if table.fits.any() else None
-
-    _, found = _largest(fitting, MOST_TOKENS)
-    return int(_tokens(found).max()) if found else 0
+def _most_tokens(problem: Problem, pricing: CostModel, like: Candidates, table: Points) -> int:
+    """Those that fit, exactly: between the last of a table that do and the first that do not."""
+    low, high = 0, MOST_TOKENS + 1
+    while True:
+        tokens = _tokens(table)
+        low = int(tokens[table.fits].max(initial=low))
+        high = int(tokens[tokens > low].min(initial=high))
+        between = np.unique(np.linspace(low, high, CUTS + 2).astype(int))[1:-1]
+        if high > MOST_TOKENS or not len(between):
+            return low
+        table = _over_tokens(problem, pricing, like, between)
+        if (_tokens(table) <= low).all():  # sequences of equal length make no number in between
+            return low
 
 
 def _tokens(points: Points) -> Column:
