@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attention.workload import Shape, options
+from attention.workload import Shape, options, promise
 from codegen.family import Spec
 
 if TYPE_CHECKING:
@@ -77,14 +77,14 @@ def _function(path: Path, name: str) -> Callable:
 
 def ours(spec: Spec, shape: Shape, gate: str, folder: Path) -> Function:
     function = _function(folder / f"{_stem(spec, shape)}.py", spec.function)
-    shared = options(spec, gate)
+    shared = {**options(spec, gate), **promise(spec, gate)}
     return lambda x: function(**x, **shared)[0]
 
 
 def ours_with_state(spec: Spec, shape: Shape, gate: str, folder: Path) -> Callable:
     """A function of the inputs and the first state that returns o and the last state."""
     function = _function(folder / f"{_stem(spec, shape)}.py", spec.function)
-    shared = {**options(spec, gate), "output_final_state": True}
+    shared = {**options(spec, gate), **promise(spec, gate), "output_final_state": True}
     return lambda x, state: function(**x, initial_state=state, **shared)
 
 

@@ -153,6 +153,11 @@ def options(spec: Spec, gate: str) -> dict:
     return made
 
 
+def promise(spec: Spec, gate: str) -> dict:
+    """What our kernels are told of log decays besides; the others are told it in their own way."""
+    return {"lower_bound": LOWER_BOUND} if spec.gate_in_kernel and gate == "bounded" else {}
+
+
 def floor_bytes(spec: Spec, shape: Shape, gate: str, item: int) -> tuple[int, int]:
     """Fewest bytes of a forward pass and of both: every input and output moved once.
 

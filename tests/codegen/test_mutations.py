@@ -32,7 +32,8 @@ CARRY_BACK = "dh = tl.dot(tl.trans(q_gated), do, dh * decay,"
 SEEN = "a_qk = tl.where(rr > ii, a_qk, tl.where(rr == ii, diagonal[:, None], 0.0))"
 SCALE = "q_factor = tl.full([BT], 1.0, tl.float32) * scale"
 NORM = "q_factor *= tl.rsqrt(tl.sum(qq, 1) + 1e-6)"
-BOTH = "        for exact in _passes(q.dtype, gate):\n            "
+PREPARED = "for exact in _passes(q.dtype, gate):\n        _run(\n            _prepare,"
+GRADIENTS = "for exact in _passes(q.dtype, gate):\n            _run(\n                _gradients,"
 MUTATIONS = [
     change("decay dropped", CARRY, CARRY.replace("h * decay", "h"), "one token"),
     change(
@@ -68,12 +69,15 @@ MUTATIONS = [
         "packed, few",
     ),
     change(
-        "written without beta", "HALF, PRECISION) * beta[None, :]", "HALF, PRECISION)", "one token"
+        "written without beta",
+        "solve *= _load_strength(beta_ptr + at, HV, left, BT)[None, :]",
+        "solve *= 1.0",
+        "one token",
     ),
     change(
         "erased without beta",
-        "_unit_lower_inverse(-a_kk * beta[:, None],",
-        "_unit_lower_inverse(-a_kk,",
+        "a_kk *= _load_strength(beta_ptr + at, HV, left, BT)[:, None]",
+        "a_kk *= 1.0",
         "last state without a gradient",
     ),
     change(
@@ -152,8 +156,8 @@ MUTATIONS = [
     ),
     change(
         "half of beta's gradient",
-        "_store_row(dbeta_ptr + at, dbeta",
-        "_store_row(dbeta_ptr + at, 0.5 * dbeta",
+        "_store_row(dbeta_ptr + at, z_dz / beta",
+        "_store_row(dbeta_ptr + at, 0.5 * z_dz / beta",
         "one token",
     ),
     change(
@@ -166,7 +170,7 @@ MUTATIONS = [
     change(
         "gate's bias of the first head for all",
         "tl.load(dt_bias_ptr + hv * WIDTH + col,",
-        "tl.load(dt_bias_ptr + 0 * hv + col + 1,",
+        "tl.load(dt_bias_ptr + col,",
         "raw gates",
         member="kda",
     ),
@@ -186,37 +190,37 @@ MUTATIONS = [
     ),
     change(
         "strong gates left to the usual pass",
-        BOTH + "_run(\n                _prepare,",
-        BOTH.replace("_passes(q.dtype, gate)", "(False,)") + "_run(\n                _prepare,",
+        PREPARED,
+        PREPARED.replace("_passes(q.dtype, gate)", "(False,)"),
         "hard resets",
         member="kda",
     ),
     change(
         "gradients of strong gates left to the usual pass",
-        BOTH + "_run(\n                _gradients,",
-        BOTH.replace("_passes(q.dtype, gate)", "(False,)") + "_run(\n                _gradients,",
+        GRADIENTS,
+        GRADIENTS.replace("_passes(q.dtype, gate)", "(False,)"),
         "hard resets",
         member="kda",
     ),
     change(
         "strong gates not marked",
-        "(tl.min(reach, 0) < -FAR).to(tl.int8)",
-        "(tl.min(reach, 0) < -1e9).to(tl.int8)",
+        "(tl.max(reach, 0) > FAR).to(tl.int8)",
+        "(tl.max(reach, 0) > 1e9).to(tl.int8)",
         "hard resets",
         member="kda",
     ),
     change(
-        "columns relative to the first block for all rows",
-        "(_sum_matrix(sums_ptr, 4 + LEVELS + part, BT),)",
-        "(_sum_matrix(sums_ptr, 4 + LEVELS, BT),)",
+        "pairs of wide blocks decay as narrow ones",
+        "for level in tl.static_range(LOW, LEVELS):\n            e = tl.exp2(_sums(sums_ptr, 4 + level,",
+        "for level in tl.static_range(LOW, LEVELS):\n            e = tl.exp2(_sums(sums_ptr, 4 + LOW,",
         "state carried over a split",
         member="kda",
         backend="h200",
     ),
     change(
-        "gradients by the factors of the first block for all rows",
-        "e_back = tl.exp2(_sums(_sum_matrix(sums_ptr, 4 + LEVELS + part, BT)",
-        "e_back = tl.exp2(_sums(_sum_matrix(sums_ptr, 4 + LEVELS, BT)",
+        "gradients of pairs of wide blocks decay as narrow ones",
+        "e = tl.exp2(_sums(sums_ptr, 4 + level, g, BT, PRECISION))\n        k_here",
+        "e = tl.exp2(_sums(sums_ptr, 4 + LOW, g, BT, PRECISION))\n        k_here",
         "state carried over a split",
         member="kda",
         backend="h200",
@@ -279,15 +283,15 @@ MUTATIONS = [
     ),
     change(
         "erasure counted once in k . dk",
-        "k_dk += 2 * z - ",
-        "k_dk += z - ",
+        "k_dk + 2 * z_dz",
+        "k_dk + z_dz",
         "one token",
         member="delta_rule",
     ),
     change(
         "diagonal's gradient dropped",
-        "dq += diagonal * k",
-        "dq += 0.0 * k",
+        "dq = diagonal * k",
+        "dq = 0.0 * k",
         "one token",
         member="simple_gla",
     ),

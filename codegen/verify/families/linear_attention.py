@@ -36,6 +36,8 @@ class LinearCase(Case):
     a step."""
     gate_inside: Literal["", "bounded", "unbounded"] = ""
     """The kernel computes the log decay from raw gates."""
+    promised: bool = False
+    """The call says that log decays are -5 at least."""
     typed_gates: bool = False
     """The gates have the dtype of q, and some tokens write nothing (beta of zero)."""
     scale: float = 1.0
@@ -100,6 +102,8 @@ class LinearCase(Case):
 
     def _log_decay(self, size, generator) -> torch.Tensor:
         g = -F.softplus(torch.randn(size, generator=generator))
+        if self.promised:
+            return -5 * torch.rand(size, generator=generator)
         match self.gates:
             case "slow":
                 return g * 0.02
@@ -129,6 +133,8 @@ class LinearCase(Case):
                 "dt_bias": x["dt_bias"],
                 "lower_bound": -5.0 if self.gate_inside == "bounded" else None,
             }
+        if self.promised:
+            options["lower_bound"] = -5.0
         if kernel:
             options["output_final_state"] = self.last != "none" or self.split_at is not None
         o, state = function(*(x[n] for n in names), **options)
@@ -218,6 +224,7 @@ def cases(shape: Shape) -> list[Case]:
             replace(raw, gate_inside="unbounded"),
             replace(above, name="raw gates above -5", compiled=True),
             replace(above, name="raw gates, packed", lengths=(0, 5, C, 1)),
+            replace(usual, name="gates above -5, as promised", promised=True, compiled=False),
             # fla#1240: the past changed with a future gate where gates were bounded.
             *future(replace(above, initial=False, last="none"), C // 2 + 1),
         ]
