@@ -128,7 +128,7 @@ def picture_of_ep_curve(curve: EpCurve) -> RenderableType:
         cells = []
         for ep in eps:
             cell = row.by_ep[ep]
-            text = number(cell.seconds, 3) + ("" if cell.fits else " (memory)")
+            text = number(cell.seconds, 3) + ("" if cell.fits else " *")
             cells.append(Text(text, "bold" if ep == row.fastest else ""))
         made.add_row(f"{row.tokens_per_rank:,}", *cells)
     if len(eps) == 1:
@@ -136,11 +136,8 @@ def picture_of_ep_curve(curve: EpCurve) -> RenderableType:
         fix = "--fix fsdp=N or --fix ep=N keeps another plan"
         return Group(Text(curve.kept), made, Text(f"{said}: {fix}."))
     lines = [f"{w.assumed}: best is {windows_in_words(w.windows)}" for w in curve.windows]
-    limits = "these limits in steps of 4 %"
-    if curve.fits_up_to:
-        last = f"{limits}; up to {curve.fits_up_to:,} tokens a rank fit"
-    else:
-        last = f"{limits}; no number of tokens fits"
+    fit = f"up to {curve.fits_up_to:,} tokens a rank fit" if curve.fits_up_to else "none fits"
+    last = f"windows are in steps of 4 %; {fit}, * does not"
     return Group(Text(curve.kept), made, *map(Text, [*lines, last]))
 
 

@@ -120,7 +120,8 @@ def generate(context: Context) -> Outcome:
     )
     gates = sum(len(k.gates) for k in kernels.kernels)
     names = ", ".join(k.operator for k in kernels.kernels) or "none needed"
-    return Outcome(f"{len(kernels.kernels)} kernels ({names}), {gates} gates passed")
+    made = "1 kernel" if len(kernels.kernels) == 1 else f"{len(kernels.kernels)} kernels"
+    return Outcome(f"{made} ({names}), {gates} gates passed")
 
 
 def plan(context: Context) -> Outcome:
