@@ -101,14 +101,14 @@ def write_launch(plan: Plan, cluster: Cluster, run_dir: str | Path) -> list[Path
     Both start `python -m runtime RUN_DIR` on every device and need nothing but the run directory,
     on a path that all nodes see. Raises InputError when the directory cannot be written.
     """
-    run_dir = Path(run_dir).resolve()
+    run_dir = Path(run_dir)
     nodes, per_node = _nodes(plan, cluster)
     script = _SBATCH.format(
         headline=headline(plan),
         job=f"adapt-{_plain(plan.cluster)}",
         nodes=nodes,
         directives=_directives(cluster, nodes, per_node),
-        run_dir=shlex.quote(str(run_dir)),
+        run_dir=shlex.quote(str(run_dir.resolve())),
         port=PORT,
         restarts=RESTARTS,
     )
