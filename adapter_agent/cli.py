@@ -229,14 +229,12 @@ def analyze(
     """
     from adapter_agent import terminal as t
     from adapter_agent.analysis_picture import picture_of_analysis
-    from adapter_agent.job import check_model
     from analyzers import analyze as analyze_model
     from analyzers.backends import load_backend
 
     target = load_backend(backend) if backend else None
     terminal = t.Terminal(quiet=quiet)
     with t.stdout_kept_clean(), terminal.live():
-        check_model(model, trust_remote_code=trust_remote_code)
         found = analyze_model(model, trust_remote_code=trust_remote_code, progress=terminal)
     if html is not None:
         from adapter_agent.report import write_analysis_page
@@ -285,7 +283,6 @@ def kernels(
     Maps each operator of the model first: native, existing, generated or unsupported.
     """
     from adapter_agent import terminal as t
-    from adapter_agent.job import check_model
     from analyzers import analyze as analyze_model
     from analyzers.backends import load_backend
     from codegen import generate, map_operators
@@ -297,7 +294,6 @@ def kernels(
         device_here(target)  # before the analysis takes its time
     folder = output or Path(f"kernels-{backend}")
     with t.stdout_kept_clean(), terminal.live():
-        check_model(model, trust_remote_code=trust_remote_code)
         found = analyze_model(model, trust_remote_code=trust_remote_code, progress=terminal)
         operators = map_operators(found, target, prefer=prefer)
         tuned = []

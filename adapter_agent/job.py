@@ -49,23 +49,14 @@ class Options:
     trust_remote_code: bool = False
 
 
-def check_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """The model's config, after the cheap checks: folder, config, headers of the shards."""
-    from analyzers.checkpoint import open_checkpoint
-    from analyzers.models import find_config
-
-    config = find_config(folder, trust_remote_code=trust_remote_code)
-    open_checkpoint(folder)
-    return config
-
-
 def make_job(options: Options) -> Job:
-    """Checks every input and writes the Job out in full. Raises InputError."""
+    """Checks every input but the weights and writes the Job out in full. Raises InputError."""
     from analyzers.backends import load_backend
+    from analyzers.models import find_config
     from strategies import load_cluster
     from strategies.schema import Job, Lora
 
-    config = check_model(options.model, trust_remote_code=options.trust_remote_code)
+    config = find_config(options.model, trust_remote_code=options.trust_remote_code)
     cluster = load_cluster(options.cluster)
     backend = load_backend(options.backend) if options.backend else cluster.device
     if options.data is not None:
@@ -143,9 +134,11 @@ def new_run(
     options: Options, path: Path, *, resume: bool, review: ReviewMode, terminal: Terminal
 ) -> Iterator[Context]:
     """Checks the inputs, opens the run directory and writes `job.json` and `cluster.yaml` there."""
+    from analyzers.checkpoint import open_checkpoint
     from strategies.cluster import copy_topology
 
     job = make_job(options)
+    open_checkpoint(options.model)
     with open_run(path, run_inputs(options, job), resume=resume) as run:
         if not (run / "job.json").exists():
             copy_topology(options.cluster, run / "cluster.yaml")
@@ -179,8 +172,12 @@ def past_run(path: Path, *, terminal: Terminal) -> Iterator[Context]:
 
 def check_unchanged(context: Context) -> None:
     """Raises InputError when the model or the data of a past run is gone or not what it was."""
+    from analyzers.checkpoint import open_checkpoint
+    from analyzers.models import find_config
+
     past, job = context.run.record.inputs, context.job
-    check_model(Path(job.model), trust_remote_code=context.trust_remote_code)
+    find_config(Path(job.model), trust_remote_code=context.trust_remote_code)
+    open_checkpoint(job.model)
     data = Path(job.data) if job.data else None
     if data and not data.is_file():
         raise InputError(data, fault="does not exist", fix="put it back, or make a new run")

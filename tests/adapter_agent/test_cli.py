@@ -448,7 +448,7 @@ def test_the_pictures_are_drawn(adapt, tmp_path):
     assert "KKKM x2" in picture
     assert "missing  kda: no entry analyzers/backends/cpu.yaml: native.kda" in picture
     plan = adapt("plan", MODEL, "--cluster", CLUSTER)[1]
-    for words in ("Memory", "Step", "frozen_weights", "all_to_all"):
+    for words in ("Memory", "Step", "frozen_weights", "all_gather"):
         assert words in plan
     shown = adapt("cluster", "show", CLUSTER)[1]
     assert "two-ranks: 2 x" in shown
