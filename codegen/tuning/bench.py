@@ -26,8 +26,8 @@ from codegen.family import Tile, digest
 from codegen.load import import_file
 from codegen.render import render
 from codegen.tuning.space import Space
-from codegen.verify.cases import Shape, all_cases
-from codegen.verify.harness import Subject, run_on
+from codegen.verify.cases import all_cases
+from codegen.verify.harness import Subject, run_on, shape_on
 from codegen.verify.judge import Judge
 from codegen.verify.processes import environment
 
@@ -103,7 +103,7 @@ class Bench:
 
     def judge(self, subject: Subject) -> Judge:
         """Of all candidates with that chunk length: what is right is computed once."""
-        shape = Shape(**subject.shape)
+        shape = shape_on(subject, "interpreter" if self.interpreted else "device")
         with self._lock:
             if shape.chunk not in self._judges:
                 reference = import_file(subject.reference, "kernel_reference")

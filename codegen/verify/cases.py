@@ -31,6 +31,9 @@ class Shape:
     """Head widths and the like."""
     chunk: int
     """Tokens that a program works on at once: hostile lengths lie around it."""
+    heads: int = 1
+    """Times as many as a case says. In half precision a single head has rows of one number, where
+    all rounding may add up, or none."""
 
     @cached_property
     def spec(self) -> Any:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from codegen.schema import Gate
 from codegen.verify.processes import run_alone
 
 if TYPE_CHECKING:
+    from codegen.verify.cases import Shape
     from codegen.verify.judge import Judge
 
 STAGES = ("compile", "interpreter", "cpu", "device")  # the longest first
@@ -30,6 +31,8 @@ CASE_SECONDS = 200
 """Longest wait for one case of a candidate, the compilation for it included."""
 COMPILE_SECONDS = 120
 """Longest wait for the compilation of one kernel."""
+DEVICE_HEADS = 4
+"""Times the heads of a case on a device."""
 DEATHS = 3
 """So often a candidate is started again after it hung or crashed."""
 
@@ -120,6 +123,13 @@ def _content(subject: Subject, backend: Backend, stage: str, device: str | None)
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
+def shape_on(subject: Subject, stage: str) -> Shape:
+    """What a kernel is proved with there; a device has room for more heads."""
+    from codegen.verify.cases import Shape
+
+    return Shape(**subject.shape, heads=DEVICE_HEADS if stage == "device" else 1)
+
+
 def run_on(
     subject: Subject,
     stage: str,
@@ -137,14 +147,14 @@ def run_on(
     """
     import torch
 
-    from codegen.verify.cases import Shape, all_cases
+    from codegen.verify.cases import all_cases
     from codegen.verify.judge import Judge
 
     dtypes = subject.dtypes if dtypes is None else dtypes
     if stage == "interpreter":
         # It computes bfloat16 wrongly (triton-lang/triton#11584).
         dtypes = [dtype for dtype in dtypes if dtype != "bfloat16"]
-    shape = Shape(**subject.shape)
+    shape = shape_on(subject, stage)
     chosen = [c for c in all_cases(shape) if cases is None or c.name in cases]
     work = [(dtype, c.name) for dtype in dtypes for c in chosen if dtype in c.dtypes]
     if cases is None:
@@ -154,7 +164,7 @@ def run_on(
         ran_on = torch.cuda.get_device_name()
     request = {
         "module": str(subject.module),
-        "shape": subject.shape,
+        "shape": asdict(shape),
         "device": device if stage == "device" else "cpu",
     }
     results = _ask(request, work, stage == "interpreter", seconds)

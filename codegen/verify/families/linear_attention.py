@@ -61,7 +61,8 @@ class LinearCase(Case):
             return torch.randn(*size, generator=generator)
 
         spec = shape.spec
-        B, T, N, H, HV = self.batch, self.tokens, self.sequences, self.heads, self.value_heads
+        B, T, N = self.batch, self.tokens, self.sequences
+        H, HV = shape.heads * self.heads, shape.heads * self.value_heads
         K, V = shape.attributes["key_dim"], shape.attributes["value_dim"]
         q, k, v = normal(B, T, H, K), normal(B, T, H, K), normal(B, T, HV, V)
         beta = torch.sigmoid(normal(B, T, HV, *((K,) if spec.beta == "per_channel" else ())))
