@@ -31,7 +31,7 @@ CASE_SECONDS = 200
 """Longest wait for one case of a candidate, the compilation for it included."""
 COMPILE_SECONDS = 120
 """Longest wait for the compilation of one kernel."""
-DEVICE_HEADS = 4
+DEVICE_HEADS = 8
 """Times the heads of a case on a device."""
 DEATHS = 3
 """So often a candidate is started again after it hung or crashed."""

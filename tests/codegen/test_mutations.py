@@ -33,6 +33,7 @@ SEEN = "a_qk = tl.where(rr > ii, a_qk, tl.where(rr == ii, diagonal[:, None], 0.0
 SCALE = "q_factor = tl.full([BT], 1.0, tl.float32) * scale"
 NORM = "q_factor *= tl.rsqrt(tl.sum(qq, 1) + 1e-6)"
 PREPARED = "for exact in _passes(q.dtype, gate):\n        _run(\n            _prepare,"
+PAIR = "tl.static_range(LOW, LEVELS):\n            e = tl.exp2(_sums(sums_ptr, 4 + level,"
 GRADIENTS = "for exact in _passes(q.dtype, gate):\n            _run(\n                _gradients,"
 MUTATIONS = [
     change("decay dropped", CARRY, CARRY.replace("h * decay", "h"), "one token"),
@@ -211,8 +212,8 @@ MUTATIONS = [
     ),
     change(
         "pairs of wide blocks decay as narrow ones",
-        "for level in tl.static_range(LOW, LEVELS):\n            e = tl.exp2(_sums(sums_ptr, 4 + level,",
-        "for level in tl.static_range(LOW, LEVELS):\n            e = tl.exp2(_sums(sums_ptr, 4 + LOW,",
+        PAIR,
+        PAIR.replace("4 + level", "4 + LOW"),
         "state carried over a split",
         member="kda",
         backend="h200",
