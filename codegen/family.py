@@ -130,8 +130,8 @@ class Spec(Member):
     """By processor (`sm_80`, `gfx942`) or Triton target (`cuda`, `hip`), of one dtype (`sm_80
     bfloat16`) or all; all in chunks of one length for a target. `none` where there is no compiler;
     `default` serves the others."""
-    chunk_elements: int
-    """Tokens times key channels of a chunk, at most; wider keys have shorter chunks."""
+    chunk_elements: dict[str, int]
+    """By strategy: tokens times key channels of a chunk, at most; wider keys have shorter chunks."""
     footprints: dict[str, Footprint] = field(default_factory=dict)
     """By kernel of the rendered module."""
     chunks: list[int] = field(default_factory=list)
@@ -168,8 +168,8 @@ class Spec(Member):
         arch = triton.arch_name if triton else target
         names = (f"{arch} {dtype}", f"{target} {dtype}", arch, target, "default")
         tile = next(self.tiles[name] for name in names if name in self.tiles)
-        chunk = min(tile.chunk, max(16, self.chunk_elements // power_of_two(key_dim)))
         strategy = strategy or tile.strategy
+        chunk = min(tile.chunk, max(16, self.chunk_elements[strategy] // power_of_two(key_dim)))
         launches = {
             name: self.sound(backend, name, launch, chunk, key_dim)
             for name, launch in tile.launches.items()
