@@ -131,7 +131,7 @@ class Spec(Member):
     bfloat16`) or all; all in chunks of one length for a target. `none` where there is no compiler;
     `default` serves the others."""
     chunk_elements: dict[str, int]
-    """By strategy: tokens times key channels of a chunk, at most; wider keys have shorter chunks."""
+    """By strategy, tokens times key channels of a chunk at most: wider keys have shorter chunks."""
     footprints: dict[str, Footprint] = field(default_factory=dict)
     """By kernel of the rendered module."""
     chunks: list[int] = field(default_factory=list)

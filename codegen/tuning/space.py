@@ -146,10 +146,9 @@ class Space:
     def bases(self) -> list[Tile]:
         """The family's own tile, then the same launches in other chunk lengths and strategies."""
         own = self.spec.tile(self.backend, self.key_dim, self.dtype)
-        strategies = [own.strategy, *(s for s in self.spec.strategies if s != own.strategy)]
         bases = [
-            self._fitted(self.spec.tile(self.backend, self.key_dim, self.dtype, s))
-            for s in strategies
+            self._fitted(self.spec.tile(self.backend, self.key_dim, self.dtype, strategy))
+            for strategy in dict.fromkeys((own.strategy, *self.spec.strategies))
         ]
         others = [
             self._sound(replace(base, chunk=chunk))
