@@ -65,7 +65,7 @@ def tensors(spec: Spec, tile: Tile, step: Step) -> dict[str, tuple[str, int]]:
         **dict.fromkeys(("dq", "dk"), ("twk", partial)),
         **dict.fromkeys(("beta", "dbeta"), (beta, item)),
         **dict.fromkeys(("dA_log", "ddt_bias"), ("nwk", 4)),
-        "g": ("twk" if per_channel else "tw", g_item),
+        "g": {"constant": ("w", 4), "per_channel": ("twk", g_item)}.get(spec.decay, ("tw", g_item)),
         "dg": ("twk", g_item if raw else 4) if per_channel else ("btw", 4),
         "decay": ("nwk" if per_channel else "nw", 4),
         "a_kk": ("twc", 4),
@@ -83,7 +83,7 @@ def kernels(spec: Spec) -> dict[str, tuple[list[str], list[str]]]:
         return list(names) if condition else []
 
     delta, decays, per_channel = spec.delta, spec.decay != "none", spec.decay == "per_channel"
-    g = having("g" in spec.inputs, "g")
+    g = having(decays, "g")
     keys = ["q", "k", *g, *having("beta" in spec.inputs, "beta")]
     decay = having(decays, "decay")
     walked = ["q_gated", "k_gated", *having(delta, "k_read", "solve"), "a_qk", *decay]
@@ -94,7 +94,7 @@ def kernels(spec: Spec) -> dict[str, tuple[list[str], list[str]]]:
     raw = having(spec.gate_in_kernel, "dA_log", "ddt_bias")
     scalar = having(spec.beta == "per_head", "beta")
     d_scalar = having(spec.beta == "per_head", "dbeta")
-    dg, own_decay = (["dg"], ["decay"]) if g else ([], [])
+    dg, own_decay = (["dg"], ["decay"]) if "g" in spec.inputs else ([], [])
     return {
         "_prepare": (keys, [*products, *having(per_channel, "far")]),
         "_solve": (["a_kk", *scalar], ["solve"]),

@@ -13,16 +13,8 @@ from codegen.schema import OperatorChoice
 from tests.codegen.kernel_samples import arguments, write_kernel
 from tests.codegen.proofs import LINEAR, Forks, failed, subject
 
-PROVED = (
-    "kda",
-    "kda_channel_beta",
-    "gated_delta_rule",
-    "delta_rule",
-    "gla",
-    "simple_gla",
-    "lightning",
-)
-CASES = ("usual", "one token", "packed, few", "hard resets", "grouped value heads in a batch")
+PROVED = ("kda", "gated_delta_rule", "gla", "simple_gla")
+CASES = ("packed, few", "hard resets")
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +28,8 @@ def forks(tmp_path_factory):
 
 @pytest.mark.parametrize("member", PROVED)
 def test_a_fused_forward_passes_the_gates(member, forks, tmp_path):
-    """With two blocks of value channels, on widths that are no powers of two."""
-    one = subject(tmp_path, member, widths=(20, 40), backend="h200", strategy="fused")
-    text = one.module.read_text("utf-8")
-    one.module.write_text(text.replace('"_fused": [(None, 64,', '"_fused": [(None, 32,'), "utf-8")
+    """With two blocks of key and of value channels, the second ones not full."""
+    one = subject(tmp_path, member, widths=(40, 40), strategy="fused")
     assert not failed(forks.gates(one, CASES))
 
 
