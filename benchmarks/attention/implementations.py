@@ -100,6 +100,18 @@ def _nemo(spec: Spec, shape: Shape, gate: str) -> Function:
         raise Unsupported("it serves KDA with a bounded gate")
     if (shape.key_dim, shape.value_dim) != (128, 128) or shape.heads != shape.value_heads:
         raise Unsupported("it serves K = V = 128 without grouped value heads")
+    fused = _import_nemo()
+
+    def call(x):
+        limits = x.get("cu_seqlens")
+        limits = None if limits is None else limits.int()
+        return fused.fused_chunk_kda(x["q"], x["k"], x["v"], x["g"], x["beta"], limits)[0]
+
+    return call
+
+
+@functools.cache
+def _import_nemo():
     found = importlib.util.find_spec("nemo_automodel")
     if found is None or not found.submodule_search_locations:
         raise ImportError("nemo_automodel is not installed")
@@ -111,14 +123,7 @@ def _nemo(spec: Spec, shape: Shape, gate: str) -> Function:
         package = types.ModuleType(name)
         package.__path__ = [str(root / path)]
         sys.modules[name] = package
-    fused = importlib.import_module("nemo_automodel.components.models.kimi_k3.kda_fused")
-
-    def call(x):
-        limits = x.get("cu_seqlens")
-        limits = None if limits is None else limits.int()
-        return fused.fused_chunk_kda(x["q"], x["k"], x["v"], x["g"], x["beta"], limits)[0]
-
-    return call
+    return importlib.import_module("nemo_automodel.components.models.kimi_k3.kda_fused")
 
 
 def _import_fla(module: str):

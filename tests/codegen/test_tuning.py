@@ -195,14 +195,14 @@ def test_stages_are_given_up_one_by_one_where_shared_memory_ends():
 
 
 @pytest.mark.parametrize("member", ["kda", "gated_delta_rule", "delta_rule"])
-def test_walks_that_are_not_pipelined_on_hopper_take_eight_warps(member):
-    # triton#11366: with four warps and blocks of 32 they read invalid memory.
+def test_walks_that_are_not_pipelined_on_hopper_are_not_tried(member):
+    # triton#11366: in blocks of 32 they read invalid memory, with four warps and with eight.
     wide = Space(
         spec=load_specs()[member], backend=H200, key_dim=256, value_dim=128, dtype="bfloat16"
     )
     for kernel in ("_recur", "_reverse"):
-        found = wide.fitted(kernel, launch(32, 4, 2), 64)
-        assert (found.block, found.num_warps, found.num_stages) == (32, 8, 1)
+        for warps in (4, 8):
+            assert "not pipelined" in str(wide.refusal(kernel, launch(32, warps, 1), 64))
         assert wide.fitted(kernel, launch(32, 4, 2), 32) == launch(32, 4, 2)
 
 
