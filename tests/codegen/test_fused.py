@@ -64,6 +64,12 @@ def test_the_manifest_states_the_strategy(strategy):
     sizes = {"key_dim": 16, "value_dim": 16}
     rendered = render(spec, h200, sizes, tile=spec.tile(h200, 16, strategy=strategy))
     choice = OperatorChoice(
-        operator="gla", decision="generated", reason="", attributes=sizes, site=None
+        operator="gla",
+        backend="h200",
+        decision="generated",
+        provider="codegen:linear_attention",
+        reason="",
+        evidence="",
+        attributes=sizes,
     )
     assert kernel_of(choice, rendered, []).strategy == strategy
