@@ -61,7 +61,7 @@ def test_the_forward_is_one_launch_and_the_backward_the_split_one(member, tmp_pa
 @pytest.mark.parametrize("strategy", ["split", "fused"])
 def test_the_manifest_states_the_strategy(strategy):
     spec, h200 = load_specs()["gla"], load_backend("h200")
-    sizes = {"key_dim": 16, "value_dim": 16}
+    sizes: dict[str, int | float | str | bool] = {"key_dim": 16, "value_dim": 16}
     rendered = render(spec, h200, sizes, tile=spec.tile(h200, 16, strategy=strategy))
     choice = OperatorChoice(
         operator="gla",
