@@ -10,7 +10,7 @@ from analyzers.backends import Backend
 from analyzers.documents import read_document, write_document, write_text
 from analyzers.errors import ProofError
 from analyzers.schema import ModelAnalysis
-from codegen.family import Member, Spec, find_spec
+from codegen.family import Member, Spec, Tile, find_spec
 from codegen.render import GENERATOR, Rendered, render
 from codegen.schema import Gate, Kernel, KernelSet, OperatorChoice, OperatorMap
 from codegen.tuning.records import Record, known_records, nearest, record_name
@@ -129,6 +129,7 @@ def kernel_of(choice: OperatorChoice, rendered: Rendered, gates: list[Gate]) -> 
         site=choice.site,
         gates=gates,
         passed=bool(gates) and all(gate.passed for gate in gates),
+        strategy=rendered.tile.strategy if isinstance(rendered.tile, Tile) else None,
     )
 
 

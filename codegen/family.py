@@ -13,6 +13,8 @@ from analyzers.backends import Backend
 from analyzers.documents import document, from_data, to_json
 
 TEMPLATES = resources.files("codegen") / "templates"
+FUSED = "_fused"
+"""The kernel that only the fused strategy launches; its backward takes those of the split one."""
 
 
 @document
@@ -34,11 +36,12 @@ class Tile:
     chunk: int
     """Tokens of a chunk; a power of two of at least 16."""
     strategy: Literal["split", "fused"]
-    """Chunks prepared in parallel, then walked; or one launch for both."""
+    """Of the forward: chunks prepared in parallel, then walked; or one launch for both."""
     launches: dict[str, Launch]
     """By kernel of the rendered module."""
     keep: bool = False
-    """The backward reads what the forward computed, instead of computing it again."""
+    """The backward reads what the forward computed, instead of computing it again. A fused forward
+    leaves nothing behind."""
 
 
 @document
@@ -127,13 +130,13 @@ class Spec(Member):
     """By processor (`sm_80`, `gfx942`) or Triton target (`cuda`, `hip`), of one dtype (`sm_80
     bfloat16`) or all; all in chunks of one length for a target. `none` where there is no compiler;
     `default` serves the others."""
-    chunk_elements: int
-    """Tokens times key channels of a chunk, at most; wider keys have shorter chunks."""
+    chunk_elements: dict[str, int]
+    """By strategy, tokens times key channels of a chunk at most: wider keys have shorter chunks."""
     footprints: dict[str, Footprint] = field(default_factory=dict)
     """By kernel of the rendered module."""
     chunks: list[int] = field(default_factory=list)
     """Chunk lengths that the tuner tries besides the tile's own."""
-    strategies: list[str] = field(default_factory=list)
+    strategies: list[Literal["split", "fused"]] = field(default_factory=list)
     """Likewise."""
     precision: dict[str, list[str]]
     """`input_precision` of a dot by input dtype, best first; the last one serves every target."""
@@ -151,19 +154,29 @@ class Spec(Member):
         beta = ["beta"] if self.beta != "none" else []
         return ["q", "k", "v", *g, *beta]
 
-    def tile(self, backend: Backend, key_dim: int, dtype: str = "bfloat16") -> Tile:
-        """The tile for the backend and dtype, whose launches are `sound`."""
+    def tile(
+        self,
+        backend: Backend,
+        key_dim: int,
+        dtype: str = "bfloat16",
+        strategy: Literal["split", "fused"] | None = None,
+    ) -> Tile:
+        """The tile for the backend and dtype, whose launches are `sound`; of its own strategy, or
+        the same launches in another."""
         triton = backend.triton
         target = triton.backend if triton else "none"
         arch = triton.arch_name if triton else target
         names = (f"{arch} {dtype}", f"{target} {dtype}", arch, target, "default")
         tile = next(self.tiles[name] for name in names if name in self.tiles)
-        chunk = min(tile.chunk, max(16, self.chunk_elements // power_of_two(key_dim)))
+        strategy = strategy or tile.strategy
+        chunk = min(tile.chunk, max(16, self.chunk_elements[strategy] // power_of_two(key_dim)))
         launches = {
             name: self.sound(backend, name, launch, chunk, key_dim)
             for name, launch in tile.launches.items()
+            if strategy == "fused" or name != FUSED
         }
-        return replace(tile, chunk=chunk, launches=launches)
+        keep = tile.keep and strategy == "split"
+        return replace(tile, chunk=chunk, strategy=strategy, launches=launches, keep=keep)
 
     def sound(
         self, backend: Backend, kernel: str, launch: Launch, chunk: int, key_dim: int

@@ -86,6 +86,8 @@ class Kernel:
     site: Site | None
     gates: list[Gate]
     passed: bool
+    strategy: Literal["split", "fused"] | None = None
+    """Of the forward (`codegen.family.Tile`), in families that know more than one."""
 
 
 @document

@@ -157,7 +157,9 @@ def nearest(
         dtype=dtype,
         triton=triton,
     )
-    names = set(spec.tile(backend, key_dim).launches)
+
+    def kernels(strategy: Literal["split", "fused"]) -> set[str]:
+        return set(spec.tile(backend, key_dim, strategy=strategy).launches)
 
     def distance(a: int, b: int) -> float:
         return abs(math.log2(a / b))
@@ -166,7 +168,7 @@ def nearest(
         return (
             (r.operator, r.backend) == (spec.operator, backend.name)
             and ITEM_BYTES[dtype] <= ITEM_BYTES[r.dtype]
-            and all(set(c.launches) == names for c in r.classes)
+            and all(set(c.launches) == kernels(r.strategy) for c in r.classes)
             and not any(
                 space.refusal(kernel, clipped(spec, kernel, launch, key_dim, value_dim), r.chunk)
                 for c in r.classes
@@ -233,8 +235,9 @@ def launch_table(
     def rows(dtype: str) -> dict[str, Rows]:
         if record is not None and ITEM_BYTES[dtype] == ITEM_BYTES[record.dtype]:
             return launch_rows(record)
-        own = record is not None or tile == spec.tile(backend, key_dim)
-        launches = (spec.tile(backend, key_dim, dtype) if own else tile).launches
+        own = functools.partial(spec.tile, backend, key_dim, strategy=tile.strategy)
+        others = record is not None or tile == own()
+        launches = (own(dtype=dtype) if others else tile).launches
         return {kernel: [(None, launch)] for kernel, launch in launches.items()}
 
     def fitted(dtype: str, kernel: str, launch: Launch) -> Launch:

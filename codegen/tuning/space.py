@@ -146,14 +146,21 @@ class Space:
     def bases(self) -> list[Tile]:
         """The family's own tile, then the same launches in other chunk lengths and strategies."""
         own = self.spec.tile(self.backend, self.key_dim, self.dtype)
-        launches = {k: self.fitted(k, x, own.chunk) for k, x in own.launches.items()}
-        own = replace(own, launches=launches)
-        others = [
-            replace(own, chunk=chunk, strategy=strategy)
-            for chunk in sorted({own.chunk, *self.spec.chunks})
-            for strategy in sorted({own.strategy, *self.spec.strategies})
+        bases = [
+            self._fitted(self.spec.tile(self.backend, self.key_dim, self.dtype, strategy))
+            for strategy in dict.fromkeys((own.strategy, *self.spec.strategies))
         ]
-        return [own, *(self._sound(tile) for tile in others if tile != own)]
+        others = [
+            self._sound(replace(base, chunk=chunk))
+            for chunk in sorted({own.chunk, *self.spec.chunks})
+            for base in bases
+            if (chunk, base.strategy) != (own.chunk, own.strategy)
+        ]
+        return [bases[0], *others]
+
+    def _fitted(self, tile: Tile) -> Tile:
+        launches = {k: self.fitted(k, x, tile.chunk) for k, x in tile.launches.items()}
+        return replace(tile, launches=launches)
 
     def _sound(self, tile: Tile) -> Tile:
         """With the nearest launch that is allowed wherever the tile's own is not."""

@@ -2,7 +2,7 @@
 
     python -m codegen.verify.table KERNELS/manifest.json...                 of proofs made before
     python -m codegen.verify.table --prove kda gla --widths 128x128 --backend h200 [--jobs 8]
-        [--dtypes bfloat16] [--interpret] [--output DIR]
+        [--dtypes bfloat16] [--strategy fused] [--interpret] [--output DIR]
 
 A row is one output of one kernel in one dtype, over all cases, in the case that comes closest to
 its limit. New proofs run on the backend's device where it is here, with --interpret in Triton's
@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from codegen.schema import Gate, KernelSet
 
@@ -94,9 +95,10 @@ def prove(
     backend_name: str,
     dtypes: list[str] | None = None,
     interpret: bool = False,
+    strategy: Literal["split", "fused"] | None = None,
 ) -> list[Gate]:
     """Renders a kernel and proves it on the backend's device where it is here, else on the CPU;
-    or in the interpreter."""
+    or in the interpreter. `strategy` is the family's own unless one is named."""
     from analyzers.backends import load_backend
     from codegen.build import subject_of
     from codegen.family import load_specs
@@ -104,7 +106,8 @@ def prove(
     from codegen.verify.harness import device_of, run_on
 
     spec, backend = load_specs()[operator], load_backend(backend_name)
-    rendered = render(spec, backend, {"key_dim": widths[0], "value_dim": widths[1]})
+    tile = strategy and spec.tile(backend, widths[0], strategy=strategy)
+    rendered = render(spec, backend, {"key_dim": widths[0], "value_dim": widths[1]}, tile=tile)
     device = None if interpret else device_of(backend)
     stage = "interpreter" if interpret else "device" if device else "cpu"
     with tempfile.TemporaryDirectory() as folder:
@@ -125,6 +128,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--backend", default="h200")
     parser.add_argument("--jobs", type=int, default=1, help="kernels proved at a time")
     parser.add_argument("--dtypes", nargs="+", help="all of the kernel's")
+    parser.add_argument("--strategy", choices=["split", "fused"], help="the family's own")
     parser.add_argument("--interpret", action="store_true", help="prove in Triton's interpreter")
     parser.add_argument("--output", type=Path, help="folder of kernel_errors.json and .md")
     parser.add_argument("--json", action="store_true", help="JSON instead of markdown")
@@ -139,7 +143,7 @@ def main(arguments: list[str]) -> int:
         operator, size = pair
         key_dim, value_dim = map(int, size.split("x"))
         sizes = key_dim, value_dim
-        gates = prove(operator, sizes, given.backend, given.dtypes, given.interpret)
+        gates = prove(operator, sizes, given.backend, given.dtypes, given.interpret, given.strategy)
         return " ".join(pair), gates
 
     with ThreadPoolExecutor(given.jobs) as pool:

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch.nn.functional import softplus
@@ -45,10 +46,19 @@ def load(path: Path):
     return module
 
 
-def write_kernel(folder: Path, name: str, key_dim: int, value_dim: int, backend: str = "cpu"):
+def write_kernel(
+    folder: Path,
+    name: str,
+    key_dim: int,
+    value_dim: int,
+    backend: str = "cpu",
+    strategy: Literal["split", "fused"] | None = None,
+):
     """Renders one kernel into a folder, unproved; returns what was rendered."""
     shape = {"key_dim": key_dim, "value_dim": value_dim}
-    rendered = render(load_specs()[name], load_backend(backend), shape)
+    spec, device = load_specs()[name], load_backend(backend)
+    tile = strategy and spec.tile(device, key_dim, strategy=strategy)
+    rendered = render(spec, device, shape, tile=tile)
     folder.mkdir(parents=True, exist_ok=True)
     for file, text in rendered.files.items():
         (folder / file).write_text(text, encoding="utf-8")

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -29,9 +30,10 @@ def subject(
     *changes: tuple[str, str],
     widths: tuple[int, int] = (16, 16),
     backend: str = "cpu",
+    strategy: Literal["split", "fused"] | None = None,
 ):
     """A rendered member whose module is changed: each pair is what to find and to put there."""
-    rendered = write_kernel(folder, member, *widths, backend=backend)
+    rendered = write_kernel(folder, member, *widths, backend, strategy)
     path = folder / rendered.module
     text = path.read_text(encoding="utf-8")
     for old, new in changes:

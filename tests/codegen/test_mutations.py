@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 
@@ -20,6 +21,7 @@ class Mutation:
     widths: tuple[int, int] = (16, 16)
     backend: str = "cpu"
     """Whose tile is taken; the interpreter's own has chunks of one block of rows."""
+    strategy: Literal["split", "fused"] = "split"
 
 
 def change(name: str, old: str, new: str, *cases: str, **others) -> Mutation:
@@ -33,7 +35,7 @@ SEEN = "a_qk = tl.where(rr > ii, a_qk, tl.where(rr == ii, diagonal[:, None], 0.0
 SCALE = "q_factor = tl.full([BT], 1.0, tl.float32) * scale"
 NORM = "q_factor *= tl.rsqrt(tl.sum(qq, 1) + 1e-6)"
 PREPARED = "for exact in _passes(q.dtype, gate):\n        _run(\n            _prepare,"
-PAIR = "tl.static_range(LOW, LEVELS):\n            e = tl.exp2(_sums(sums_ptr, 4 + level,"
+PAIR = "tl.static_range(LOW, LEVELS):\n        e = tl.exp2(_sums(sums_ptr, 4 + level,"
 GRADIENTS = "for exact in _passes(q.dtype, gate):\n            _run(\n                _gradients,"
 MUTATIONS = [
     change("decay dropped", CARRY, CARRY.replace("h * decay", "h"), "one token"),
@@ -59,8 +61,8 @@ MUTATIONS = [
     ),
     change(
         "tail not counted",
-        "(bounds.diff() + CHUNK - 1) // CHUNK",
-        "bounds.diff() // CHUNK",
+        "(self.bounds.diff() + CHUNK - 1) // CHUNK",
+        "self.bounds.diff() // CHUNK",
         "one token",
     ),
     change(
@@ -278,8 +280,8 @@ MUTATIONS = [
     ),
     change(
         "inverse lacks its widest blocks",
-        "for level in tl.static_range(1, 4):",
-        "for level in tl.static_range(1, 3):",
+        "for level in tl.static_range(1, 4):\n        x",
+        "for level in tl.static_range(1, 3):\n        x",
         member="delta_rule",
     ),
     change(
@@ -303,8 +305,55 @@ MUTATIONS = [
         "last state without a gradient",
         member="linear_attention",
     ),
+    change(
+        "fused: strong gates left to the usual blocks",
+        "if STRONG and tl.max(reach, 0) > FAR:",
+        "if STRONG and tl.max(reach, 0) > 1e9:",
+        "hard resets",
+        member="kda",
+        strategy="fused",
+    ),
+    change(
+        "fused: chunk's decay lacks its last token",
+        "tl.where(rr == BT - 1, e_before, 0.0)",
+        "tl.where(rr == left - 2, e_before, 0.0)",
+        "state carried over a split",
+        member="gla",
+        strategy="fused",
+    ),
+    change(
+        "fused: state decays as its first token",
+        "decay = tl.exp2(tl.sum(g, 0))",
+        "decay = tl.exp2(tl.max(g, 0))",
+        "state carried over a split",
+        strategy="fused",
+    ),
+    change(
+        "fused: blocks of the diagonal from the wrong columns",
+        "== part[None, None, :, None]\n    parts",
+        "== BT // 16 - 1 - part[None, None, :, None]\n    parts",
+        member="delta_rule",
+        backend="h200",
+        strategy="fused",
+    ),
+    change(
+        "fused: written without beta",
+        "solve *= _load_strength(beta_ptr + at, HV, left, BT)[None, :]\n        solve = solve.to",
+        "solve = solve.to",
+        "one token",
+        strategy="fused",
+    ),
+    change(
+        "fused: every block of values writes the first",
+        "_store(o_ptr + at * V, o, HV * V, left, col_v, V)\n        h = tl.dot",
+        "_store(o_ptr + at * V, o, HV * V, left, col_v % BV, V)\n        h = tl.dot",
+        widths=(16, 40),
+        strategy="fused",
+    ),
 ]
-RIGHT = sorted({(m.member, m.widths, m.backend, case) for m in MUTATIONS for case in m.cases})
+RIGHT = sorted(
+    {(m.member, m.widths, m.backend, m.strategy, case) for m in MUTATIONS for case in m.cases}
+)
 
 
 @pytest.fixture(scope="module")
@@ -319,8 +368,14 @@ def forks(tmp_path_factory):
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
 def test_a_wrong_kernel_is_refused(mutation, forks, tmp_path):
-    kind = {"widths": mutation.widths, "backend": mutation.backend}
-    wrong = subject(tmp_path, mutation.member, *mutation.changes, **kind)
+    wrong = subject(
+        tmp_path,
+        mutation.member,
+        *mutation.changes,
+        widths=mutation.widths,
+        backend=mutation.backend,
+        strategy=mutation.strategy,
+    )
     gates = forks.gates(wrong, mutation.cases)
     assert failed(gates)
     # Refused for what it computes or overwrites, not because it does not run.
@@ -328,9 +383,9 @@ def test_a_wrong_kernel_is_refused(mutation, forks, tmp_path):
         assert not gate.name.startswith("accuracy") or gate.measured or gate.detail == DIED
 
 
-@pytest.mark.parametrize(("member", "widths", "backend", "case"), RIGHT)
+@pytest.mark.parametrize(("member", "widths", "backend", "strategy", "case"), RIGHT)
 def test_the_right_kernel_passes_what_the_wrong_ones_are_judged_by(
-    member, widths, backend, case, forks, tmp_path
+    member, widths, backend, strategy, case, forks, tmp_path
 ):
-    right = subject(tmp_path, member, widths=widths, backend=backend)
+    right = subject(tmp_path, member, widths=widths, backend=backend, strategy=strategy)
     assert not failed(forks.gates(right, (case,)))

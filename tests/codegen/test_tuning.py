@@ -229,7 +229,17 @@ def test_candidates_are_tens_and_nearest_first():
 def test_every_chunk_length_of_the_family_is_a_base():
     bases = space().bases()
     assert {tile.chunk for tile in bases} == set(space().spec.chunks) | {bases[0].chunk}
+    assert {tile.strategy for tile in bases} == {"split", "fused"}
     assert len({describe(tile) for tile in bases}) == len(bases)
+
+
+def test_a_fused_tile_has_one_kernel_more_and_keeps_nothing():
+    split, fused = (space().spec.tile(H200, 128, strategy=s) for s in ("split", "fused"))
+    assert set(split.launches) == set(KERNELS)
+    assert set(fused.launches) == {*KERNELS, "_fused"}
+    assert split.keep
+    assert not fused.keep
+    assert fused.chunk < split.chunk
 
 
 # --- The search, on a device whose times are known ---------------------------------------------
@@ -299,8 +309,9 @@ def test_each_kernel_gets_its_own_fastest_launch_for_each_class():
             assert device.cost(kernel, x, workload) == fastest(device, workload)[kernel]
     assert made.classes[0].launches["_recur"] != made.classes[1].launches["_recur"]
     assert made.classes[0].milliseconds["step"] < made.classes[0].default_milliseconds["step"]
-    every = {k: len(space().launches(k, launch(), 64)[0]) for k in KERNELS}
-    assert made.tried < sum(every.values()) < math.prod(every.values())
+    every = [len(space().launches(k, launch(), 64)[0]) for k in KERNELS]
+    bases = space().bases()
+    assert made.tried < 1.5 * max(every) * len(bases) < sum(every) * len(bases) < math.prod(every)
 
 
 def test_nothing_is_timed_before_it_is_proved():
