@@ -44,7 +44,7 @@ class Moved:
     asked: int
 
 
-def tensors(spec: Spec, tile: Tile, step: Step) -> dict[str, tuple[str, int]]:
+def tensors(spec: Spec, step: Step) -> dict[str, tuple[str, int]]:
     """Dimensions and bytes a number of everything that kernels hand to one another.
 
     t tokens, h heads, w value heads, k and v their channels, c rows of a chunk, n chunks, s
@@ -128,7 +128,7 @@ def moved(
     blocks = 1
     if cut:
         blocks = math.ceil(sizes[cut] / min(tile.launches[kernel].block, power_of_two(sizes[cut])))
-    known = tensors(spec, tile, step)
+    known = tensors(spec, step)
 
     def size(name: str) -> int:
         dims, item = known[name]

@@ -86,6 +86,11 @@ class Bench:
     def interpreted(self) -> bool:
         return self.device == "interpreter"
 
+    @property
+    def stage(self) -> str:
+        """As `run_on` names it."""
+        return "interpreter" if self.interpreted else "device"
+
     def write(self, tile: Tile) -> Subject:
         """Renders the candidate."""
         space = self.space
@@ -103,7 +108,7 @@ class Bench:
 
     def judge(self, subject: Subject) -> Judge:
         """Of all candidates with that chunk length: what is right is computed once."""
-        shape = shape_on(subject, "interpreter" if self.interpreted else "device")
+        shape = shape_on(subject, self.stage)
         with self._lock:
             if shape.chunk not in self._judges:
                 reference = import_file(subject.reference, "kernel_reference")
@@ -115,11 +120,10 @@ class Bench:
 
     def _prove(self, tile: Tile) -> str:
         subject = self.write(tile)
-        stage, device = ("interpreter", None) if self.interpreted else ("device", self.device)
         gates = run_on(
             subject,
-            stage,
-            device,
+            self.stage,
+            None if self.interpreted else self.device,
             cases=list(CASES),
             dtypes=[self.space.dtype],
             seconds=PROOF_SECONDS,

@@ -15,6 +15,7 @@ from analyzers.backends import load_backend
 from analyzers.schema import Operator, Site, Work
 from codegen.family import Spec, load_specs
 from codegen.render import render
+from codegen.schema import OperatorChoice
 
 SITES = {
     "kda": Site(module_class="KimiLinearDeltaAttention", function="chunk_kimi_delta_attention"),
@@ -36,6 +37,19 @@ def operator(name: str, **attributes) -> Operator:
         bytes=Work(),
         attributes=shape | attributes,
         site=SITES.get(name),
+    )
+
+
+def generated(name: str, attributes: dict) -> OperatorChoice:
+    """The decision to generate a kernel of linear attention for an H200."""
+    return OperatorChoice(
+        operator=name,
+        backend="h200",
+        decision="generated",
+        provider="codegen:linear_attention",
+        reason="",
+        evidence="",
+        attributes=attributes,
     )
 
 
@@ -136,6 +150,20 @@ def arguments(
     if len(lengths) > 1:
         x["cu_seqlens"] = torch.tensor([sum(lengths[:n]) for n in range(len(lengths) + 1)])
     return x
+
+
+def launched(module, given: dict, gradients: bool) -> list[tuple[str, dict]]:
+    """The kernels that a call of the module's operator launches, in order, each with what it is
+    given; none is run."""
+    names = {id(kernel): name for name, kernel in vars(module).items() if name.startswith("_")}
+    made = []
+    module._run = lambda kernel, programs, **given: made.append((names[id(kernel)], given))
+    module._INTERPRETED = True  # CPU tensors take the path of the launches
+    function = next(f for n, f in vars(module).items() if n.startswith("chunk_"))
+    o, _ = function(**{n: x.requires_grad_(gradients and n != "g_gamma") for n, x in given.items()})
+    if gradients:
+        o.sum().backward()
+    return made
 
 
 def outputs_and_gradients(function, given: dict, **options) -> dict[str, torch.Tensor]:

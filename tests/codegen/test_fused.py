@@ -9,8 +9,7 @@ from codegen.build import kernel_of
 from codegen.family import load_specs
 from codegen.load import import_file
 from codegen.render import render
-from codegen.schema import OperatorChoice
-from tests.codegen.kernel_samples import arguments, write_kernel
+from tests.codegen.kernel_samples import arguments, generated, launched, write_kernel
 from tests.codegen.proofs import LINEAR, Forks, failed, subject
 
 PROVED = ("kda", "gated_delta_rule", "gla", "simple_gla")
@@ -33,27 +32,13 @@ def test_a_fused_forward_passes_the_gates(member, forks, tmp_path):
     assert not failed(forks.gates(one, CASES))
 
 
-def launched(module, given: dict, gradients: bool) -> list[str]:
-    """The kernels that a call launches, in order; none is run."""
-    names = {id(kernel): name for name, kernel in vars(module).items() if name.startswith("_")}
-    made = []
-    module._run = lambda kernel, programs, **_: made.append(names[id(kernel)])
-    module._INTERPRETED = True  # CPU tensors take the path of the launches
-    inputs = {n: x.requires_grad_(gradients and n != "g_gamma") for n, x in given.items()}
-    function = next(f for n, f in vars(module).items() if n.startswith("chunk_"))
-    o, _ = function(**inputs)
-    if gradients:
-        o.sum().backward()
-    return made
-
-
 @pytest.mark.parametrize("member", LINEAR)
 def test_the_forward_is_one_launch_and_the_backward_the_split_one(member, tmp_path):
     rendered = write_kernel(tmp_path, member, 16, 16, "h200", "fused")
     module = import_file(tmp_path / rendered.module, f"fused_{member}")
     given = arguments(load_specs()[member], (16, 16), (70,), state=False)
-    assert launched(module, given, False) == ["_fused"]
-    made = launched(module, given, True)
+    assert [name for name, _ in launched(module, given, False)] == ["_fused"]
+    made = [name for name, _ in launched(module, given, True)]
     assert made[0] == "_fused"
     assert made.count("_fused") == made.count("_recur") == made.count("_reverse") == 1
 
@@ -61,15 +46,6 @@ def test_the_forward_is_one_launch_and_the_backward_the_split_one(member, tmp_pa
 @pytest.mark.parametrize("strategy", ["split", "fused"])
 def test_the_manifest_states_the_strategy(strategy):
     spec, h200 = load_specs()["gla"], load_backend("h200")
-    sizes: dict[str, int | float | str | bool] = {"key_dim": 16, "value_dim": 16}
+    sizes = {"key_dim": 16, "value_dim": 16}
     rendered = render(spec, h200, sizes, tile=spec.tile(h200, 16, strategy=strategy))
-    choice = OperatorChoice(
-        operator="gla",
-        backend="h200",
-        decision="generated",
-        provider="codegen:linear_attention",
-        reason="",
-        evidence="",
-        attributes=sizes,
-    )
-    assert kernel_of(choice, rendered, []).strategy == strategy
+    assert kernel_of(generated("gla", sizes), rendered, []).strategy == strategy

@@ -8,36 +8,26 @@ import torch
 from analyzers.backends import load_backend
 from codegen.family import load_specs
 from codegen.load import import_file
-from codegen.render import render
 from codegen.traffic import Step, launches
-from tests.codegen.kernel_samples import arguments
+from tests.codegen.kernel_samples import arguments, launched, write_kernel
 from tests.codegen.proofs import LINEAR
 
 UNCOUNTED = {"bounds_ptr", "first_chunk_ptr", "sequence_ptr", "sums_ptr", "collect_ptr"}
 """Whose rows are whose, and constants: kilobytes for all programs."""
 
 
-def launched(module, given: dict) -> list[tuple[str, int]]:
-    """Every launch of a training step with the bytes of the tensors that it is given."""
-    names = {id(kernel): name for name, kernel in vars(module).items() if name.startswith("_")}
-    made = []
-
-    def note(kernel, programs, **arguments):
-        name = names[id(kernel)]
-        held = {n: x for n, x in arguments.items() if isinstance(x, torch.Tensor)}
-        if arguments.get("EXACT"):  # it does the chunks that are marked: none here
+def counted(made: list[tuple[str, dict]]) -> list[tuple[str, int]]:
+    """Every launch with the bytes of the tensors that it is given."""
+    found = []
+    for name, given in made:
+        held = {n: x for n, x in given.items() if isinstance(x, torch.Tensor)}
+        if given.get("EXACT"):  # it does the chunks that are marked: none here
             held = {"far_ptr": held["far_ptr"]}
         elif name == "_gradients":  # it asks for marks in the second pass alone
             held.pop("far_ptr", None)
         sizes = (x.numel() * x.element_size() for n, x in held.items() if n not in UNCOUNTED)
-        made.append((name, sum(sizes)))
-
-    module._run = note
-    module._INTERPRETED = True  # CPU tensors take the path of the launches
-    function = next(f for n, f in vars(module).items() if n.startswith("chunk_"))
-    o, _ = function(**{n: x.requires_grad_(n != "g_gamma") for n, x in given.items()})
-    o.sum().backward()
-    return made
+        found.append((name, sum(sizes)))
+    return found
 
 
 @pytest.mark.parametrize("strategy", ["fused", "split"])
@@ -46,8 +36,7 @@ def test_the_formula_counts_the_tensors_of_every_launch(member, strategy, tmp_pa
     spec, h200 = load_specs()[member], load_backend("h200")
     widths = {"key_dim": 40, "value_dim": 72}
     tile = spec.tile(h200, 40, strategy=strategy)
-    rendered = render(spec, h200, widths, tile=tile)
-    (tmp_path / rendered.module).write_text(rendered.files[rendered.module], encoding="utf-8")
+    rendered = write_kernel(tmp_path, member, 40, 72, "h200", strategy)
     module = import_file(tmp_path / rendered.module, f"traffic_of_{member}")
     float32 = {"g", "g_gamma"}
     for heads, value_heads in ((2, 2), (1, 3)):
@@ -57,7 +46,7 @@ def test_the_formula_counts_the_tensors_of_every_launch(member, strategy, tmp_pa
         )
         x = {n: t if n in float32 else t.bfloat16() for n, t in x.items()}
         found = launches(spec, tile, step, gradients=True)
-        assert [(m.kernel, m.read + m.written) for m in found] == launched(module, x)
+        assert [(m.kernel, m.read + m.written) for m in found] == counted(launched(module, x, True))
 
 
 def test_blocks_of_value_channels_ask_for_the_keys_again():

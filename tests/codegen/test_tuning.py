@@ -21,7 +21,7 @@ from analyzers.errors import InputError, ProofError
 from codegen.build import generate
 from codegen.family import Launch, Tile, load_specs, template_sha256
 from codegen.render import _environment, render
-from codegen.schema import Gate, KernelSet, OperatorChoice, OperatorMap
+from codegen.schema import Gate, KernelSet, OperatorMap
 from codegen.tuning.__main__ import main
 from codegen.tuning.bench import Bench, Worker, Workload
 from codegen.tuning.records import (
@@ -44,6 +44,7 @@ from codegen.tuning.search import search
 from codegen.tuning.space import Space, describe
 from codegen.tuning.timing import Recorded, median, sample
 from codegen.tuning.tune import device_here, summary, tune
+from tests.codegen.kernel_samples import generated
 
 KERNELS = ("_prepare", "_recur", "_reverse", "_pairs", "_gradients")
 H200 = load_backend("h200")
@@ -784,16 +785,7 @@ def test_a_set_is_made_with_the_nearest_record_and_falls_back_when_that_fails(
     monkeypatch.setattr("codegen.verify.harness.verify", verify)
     analysis = SimpleNamespace(model_type="kimi", operators=[])
     sizes = {"key_dim": 64, "value_dim": 64, "heads": 32}
-    choice = OperatorChoice(
-        operator="kda",
-        backend="h200",
-        decision="generated",
-        provider="codegen:linear_attention",
-        reason="",
-        evidence="",
-        attributes=sizes,
-    )
-    operators = OperatorMap(backend="h200", operators=[choice])
+    operators = OperatorMap(backend="h200", operators=[generated("kda", sizes)])
     folder = tmp_path / "set"
 
     made = generate(analysis, operators, H200, folder, records=[record()])
