@@ -11,10 +11,16 @@ from typing import Literal
 
 from analyzers.backends import Backend
 from analyzers.documents import document, from_data, to_json
+from analyzers.errors import InputError
 
 TEMPLATES = resources.files("codegen") / "templates"
+Strategy = Literal["split", "short", "fused"]
 FUSED = "_fused"
-"""The kernel that only the fused strategy launches; its backward takes those of the split one."""
+SHORT = ("_prepare_short", "_recur_short")
+SHORT_CHUNK = 16
+"""Tokens of a chunk in these."""
+OWN = {"short": SHORT, "fused": (FUSED,)}
+"""The kernels that only one strategy launches: the forward is theirs, the backward is shared."""
 
 
 @document
@@ -35,8 +41,9 @@ class Tile:
 
     chunk: int
     """Tokens of a chunk; a power of two of at least 16."""
-    strategy: Literal["split", "fused"]
-    """Of the forward: chunks prepared in parallel, then walked; or one launch for both."""
+    strategy: Strategy
+    """Of the forward: chunks prepared in parallel, then walked; the same in short chunks where no
+    gradient is asked for; or one launch for both."""
     launches: dict[str, Launch]
     """By kernel of the rendered module."""
     keep: bool = False
@@ -48,8 +55,8 @@ class Tile:
 class Footprint:
     """What one program of a kernel holds at least: launches beyond a device's limits are not tried.
 
-    A matrix is a pair of `chunk`, `block`, `key_dim`, `value_dim` (padded to powers of two), or
-    `part`: the value channels that the gradients take at a time.
+    A matrix is a pair of `chunk`, `short` (a short chunk), `block`, `key_dim`, `value_dim` (padded
+    to powers of two), or `part`: the value channels that the gradients take at a time.
     """
 
     tiles: Literal["key_dim", "value_dim"]
@@ -136,7 +143,7 @@ class Spec(Member):
     """By kernel of the rendered module."""
     chunks: list[int] = field(default_factory=list)
     """Chunk lengths that the tuner tries besides the tile's own."""
-    strategies: list[Literal["split", "fused"]] = field(default_factory=list)
+    strategies: list[Strategy] = field(default_factory=list)
     """Likewise."""
     precision: dict[str, list[str]]
     """`input_precision` of a dot by input dtype, best first; the last one serves every target."""
@@ -159,24 +166,35 @@ class Spec(Member):
         backend: Backend,
         key_dim: int,
         dtype: str = "bfloat16",
-        strategy: Literal["split", "fused"] | None = None,
+        strategy: Strategy | None = None,
     ) -> Tile:
         """The tile for the backend and dtype, whose launches are `sound`; of its own strategy, or
         the same launches in another."""
+        tile = self._tile(backend, dtype)
+        strategy = strategy or tile.strategy
+        if not self.has_strategy(backend, strategy, dtype):
+            fix = "take the split or the fused one"
+            raise InputError(self.operator, fault=f"no {strategy} strategy", fix=fix)
+        chunk = min(tile.chunk, max(16, self.chunk_elements[strategy] // power_of_two(key_dim)))
+        others = {name for other, own in OWN.items() if other != strategy for name in own}
+        launches = {
+            name: self.sound(backend, name, launch, chunk, key_dim)
+            for name, launch in tile.launches.items()
+            if name not in others
+        }
+        keep = tile.keep and strategy != "fused"
+        return replace(tile, chunk=chunk, strategy=strategy, launches=launches, keep=keep)
+
+    def _tile(self, backend: Backend, dtype: str) -> Tile:
         triton = backend.triton
         target = triton.backend if triton else "none"
         arch = triton.arch_name if triton else target
         names = (f"{arch} {dtype}", f"{target} {dtype}", arch, target, "default")
-        tile = next(self.tiles[name] for name in names if name in self.tiles)
-        strategy = strategy or tile.strategy
-        chunk = min(tile.chunk, max(16, self.chunk_elements[strategy] // power_of_two(key_dim)))
-        launches = {
-            name: self.sound(backend, name, launch, chunk, key_dim)
-            for name, launch in tile.launches.items()
-            if strategy == "fused" or name != FUSED
-        }
-        keep = tile.keep and strategy == "split"
-        return replace(tile, chunk=chunk, strategy=strategy, launches=launches, keep=keep)
+        return next(self.tiles[name] for name in names if name in self.tiles)
+
+    def has_strategy(self, backend: Backend, strategy: Strategy, dtype: str = "bfloat16") -> bool:
+        """Whether the backend has launches for the kernels of that strategy."""
+        return set(OWN.get(strategy, ())) <= set(self._tile(backend, dtype).launches)
 
     def sound(
         self, backend: Backend, kernel: str, launch: Launch, chunk: int, key_dim: int

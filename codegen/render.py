@@ -142,6 +142,7 @@ def _linear_attention(
     values = {
         "per_channel": spec.decay == "per_channel",
         "tile": tile,
+        "short_chunk": families.SHORT_CHUNK,
         "launches": launches,
         "block_k": families.power_of_two(key_dim),
         "block_v": families.power_of_two(value_dim),

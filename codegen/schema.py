@@ -7,6 +7,7 @@ from typing import Literal
 
 from analyzers.documents import document
 from analyzers.schema import Site
+from codegen.family import Strategy
 
 Decision = Literal["native", "existing", "generated", "unsupported"]
 
@@ -86,7 +87,7 @@ class Kernel:
     site: Site | None
     gates: list[Gate]
     passed: bool
-    strategy: Literal["split", "fused"] | None = None
+    strategy: Strategy | None = None
     """Of the forward (`codegen.family.Tile`), in families that know more than one."""
 
 

@@ -14,9 +14,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from analyzers.backends import load_backend
-from codegen.family import FUSED, Spec, Tile, load_specs, power_of_two
+from codegen.family import FUSED, SHORT, SHORT_CHUNK, Spec, Tile, load_specs, power_of_two
 
-CUTS = {FUSED: "v", "_recur": "v", "_reverse": "v", "_gradients": "k"}
+PREPARE_SHORT, RECUR_SHORT = SHORT
+CUTS = {FUSED: "v", RECUR_SHORT: "v", "_recur": "v", "_reverse": "v", "_gradients": "k"}
 """The width of a kernel that is cut into blocks, each of them a program."""
 
 
@@ -53,6 +54,7 @@ def tensors(spec: Spec, step: Step) -> dict[str, tuple[str, int]]:
     item, g_item = step.item, step.gate_item
     per_channel = spec.decay == "per_channel"
     raw = spec.gate_in_kernel and g_item < 4
+    parts = "2" if spec.delta else ""
     partial = item if step.heads == step.value_heads else 4
     beta = "twk" if spec.beta == "per_channel" else "tw"
     return {
@@ -60,6 +62,9 @@ def tensors(spec: Spec, step: Step) -> dict[str, tuple[str, int]]:
         **dict.fromkeys(("v", "o", "do", "dv", "v_new"), ("twv", item)),
         **dict.fromkeys(("q_gated", "k_gated", "k_read"), ("twk", item)),
         **dict.fromkeys(("a_qk", "solve", "d_qk", "d_kk"), ("twc", item)),
+        "reads": (f"{parts}nwck", item),
+        "writes": ("nwck", item),
+        "mixes": (f"{parts}nwcc", item),
         **dict.fromkeys(("h", "dh"), ("nwkv", item)),
         **dict.fromkeys(("ht", "dh0"), ("swkv", 4)),
         **dict.fromkeys(("dq", "dk"), ("twk", partial)),
@@ -88,6 +93,7 @@ def kernels(spec: Spec) -> dict[str, tuple[list[str], list[str]]]:
     decay = having(decays, "decay")
     walked = ["q_gated", "k_gated", *having(delta, "k_read", "solve"), "a_qk", *decay]
     products = ["q_gated", "k_gated", *having(delta, "k_read", "a_kk"), "a_qk", *decay, "norms"]
+    short = ["reads", "writes", "mixes", *decay]
     values = ["v", "o", "do", *(["v_new", "exact_dv"] if delta else ["dv"])]
     states = ["do", "dv", "v_new" if delta else "v", "h", "dh", "d_qk", "d_kk", "rows", "norms"]
     by_key = having(spec.beta == "per_channel", "dbeta")
@@ -99,6 +105,8 @@ def kernels(spec: Spec) -> dict[str, tuple[list[str], list[str]]]:
         "_prepare": (keys, [*products, *having(per_channel, "far")]),
         "_solve": (["a_kk", *scalar], ["solve"]),
         "_recur": (["v", *walked], ["o", "ht"]),
+        PREPARE_SHORT: (keys, short),
+        RECUR_SHORT: (["v", *short], ["o", "ht"]),
         FUSED: ([*keys, "v"], ["o", "ht"]),
         "_reverse": (["do", *walked], ["exact_dv" if delta else "dv", "dh", "dh0"]),
         "_pairs": (
@@ -114,14 +122,15 @@ def moved(
 ) -> Moved:
     """Of one launch. `states`: `_recur` also leaves what gradients need; `passed`: the second pass
     for strong decays, where no chunk is marked."""
+    chunk = SHORT_CHUNK if kernel in SHORT else tile.chunk
     sizes = {
         "t": step.batch * step.tokens,
         "h": step.heads,
         "w": step.value_heads,
         "k": step.key_dim,
         "v": step.value_dim,
-        "c": tile.chunk,
-        "n": step.batch * math.ceil(step.tokens / tile.chunk),
+        "c": chunk,
+        "n": step.batch * math.ceil(step.tokens / chunk),
         "s": step.batch,
     }
     cut = CUTS.get(kernel, "")
@@ -171,6 +180,8 @@ def launches(
 
     if tile.strategy == "fused":
         forward = [moved(spec, tile, step, FUSED)]
+    elif tile.strategy == "short" and not (gradients and tile.keep):
+        forward = [moved(spec, tile, step, kernel) for kernel in SHORT]
     else:
         forward = split(states=gradients and tile.keep)
     if not gradients:
@@ -189,7 +200,8 @@ def table(spec: Spec, tiles: Iterable[Tile], step: Step) -> str:
     ]
     for tile in tiles:
         name = f"{tile.strategy}, kept" if tile.keep else tile.strategy
-        cells = [name, str(tile.chunk)]
+        short = f"{SHORT_CHUNK} or " if tile.strategy == "short" else ""
+        cells = [name, f"{short}{tile.chunk}"]
         for gradients in (False, True):
             made = launches(spec, tile, step, gradients=gradients)
             read, written = sum(x.read for x in made), sum(x.written for x in made)
@@ -219,8 +231,10 @@ def main(arguments: list[str] | None = None) -> None:
         key_dim=key_dim,
         value_dim=value_dim,
     )
-    split, fused = (spec.tile(backend, key_dim, strategy=s) for s in ("split", "fused"))
-    tiles = [replace(split, keep=True), replace(split, keep=False), fused]
+    known = [s for s in spec.strategies if spec.has_strategy(backend, s)]
+    own = [spec.tile(backend, key_dim, strategy=s) for s in known]
+    split = own[0]
+    tiles = [replace(split, keep=True), replace(split, keep=False), *own[1:]]
     print(f"{spec.title}, B{batch} T{tokens} H{heads}, K {key_dim}, V {value_dim}; GB by formula\n")
     print(table(spec, tiles, step))
 

@@ -188,20 +188,21 @@ def measure(job: Job) -> dict:
     x, do, want = torch.load(job.reference_file, map_location=job.device.name)
     row: dict = {}
     backward = True
+    with torch.no_grad():
+        alone = {"o, forward alone": function(x)}
     try:
-        got = both(function, x, do)
+        got = alone | both(function, x, do)
     except (RuntimeError, NotImplementedError) as fault:
         if isinstance(fault, torch.OutOfMemoryError):
             raise
         backward = False
         row["note"] = f"no backward: {type(fault).__name__}: {fault}"[:300]
-        with torch.no_grad():
-            got = {"o": function(x)}
+        got = alone
     job.device.synchronize()
     row["ready_s"] = round(time.monotonic() - began, 2)
-    row["errors"] = errors(got, want)
+    row["errors"] = errors(got, want | {"o, forward alone": want["o"]})
     wrong = is_wrong(row["errors"], job.device.dtype)
-    del got, want, x
+    del alone, got, want, x
     x, do = job.inputs(job.shape)
 
     def forward():
@@ -265,9 +266,8 @@ def carried(job: Job) -> dict:
 
     B, HV = job.shape.batch, job.shape.value_heads
     states = [torch.zeros(B, HV, *job.shape.widths, device=job.device.name)]
-    with torch.no_grad():
-        for begin, end in bounds[:-1]:
-            states.append(function(piece(begin, end), states[-1])[1])
+    for begin, end in bounds[:-1]:  # as where gradients are asked for: the same kernels
+        states.append(function(piece(begin, end), states[-1])[1].detach())
     difference: dict[str, float] = defaultdict(float)
     size: dict[str, float] = defaultdict(float)
     dstate = torch.zeros_like(states[0])

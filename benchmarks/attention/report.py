@@ -169,8 +169,8 @@ def error_table(data: dict) -> str:
 
 
 def _errors(found: dict[str, list[float]]) -> str:
-    gradients = {name: e for name, e in found.items() if name != "o"}
-    said = {"o": found["o"]}
+    gradients = {name: e for name, e in found.items() if name.startswith("d")}
+    said = {name: e for name, e in found.items() if name not in gradients}
     if gradients:
         name = max(gradients, key=lambda name: gradients[name][0])
         said[name] = gradients[name]

@@ -32,12 +32,15 @@ from codegen.verify.judge import Judge
 from codegen.verify.processes import environment
 
 # Enough to catch what a launch can get wrong: tails, several documents and heads, hostile gates.
-# Every one runs forward and backward. A family without a case of that name has fewer.
+# A family without a case of that name has fewer.
 CASES = (
     "usual",
     "grouped value heads in a batch",
     "packed with empty and one-token sequences",
     "hard resets",
+    "usual, forward alone",
+    "packed with empty and one-token sequences, forward alone",
+    "hard resets, forward alone",
 )
 PROOF_SECONDS = 90
 START_SECONDS = 150
@@ -49,7 +52,7 @@ MEASURE_MILLISECONDS = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A training step to be timed."""
+    """What a training step and a forward alone, to be timed, are of."""
 
     batch: int
     tokens: int

@@ -18,7 +18,16 @@ from typing import Literal
 from analyzers.backends import Backend
 from analyzers.documents import document, read_document, to_json, write_document
 from analyzers.errors import InputError
-from codegen.family import Launch, Spec, Tile, backend_sha256, digest, spec_sha256, template_sha256
+from codegen.family import (
+    Launch,
+    Spec,
+    Strategy,
+    Tile,
+    backend_sha256,
+    digest,
+    spec_sha256,
+    template_sha256,
+)
 from codegen.tuning.space import ITEM_BYTES, Space, clipped, triton_version
 
 
@@ -32,7 +41,7 @@ class Class:
     """Of each sequence."""
     launches: dict[str, Launch]
     milliseconds: dict[str, float]
-    """By kernel, in one training step; `step` is the whole step."""
+    """By kernel, in one training step and a forward alone; `step` is both."""
     default_milliseconds: dict[str, float]
     """The same with the family's own tile."""
 
@@ -60,7 +69,7 @@ class Record:
     content: str
     """Hash of template, spec, backend, Triton version and device name."""
     chunk: int
-    strategy: Literal["split", "fused"]
+    strategy: Strategy
     classes: list[Class]
     tried: int
     keep: bool = False
@@ -158,7 +167,7 @@ def nearest(
         triton=triton,
     )
 
-    def kernels(strategy: Literal["split", "fused"]) -> set[str]:
+    def kernels(strategy: Strategy) -> set[str]:
         return set(spec.tile(backend, key_dim, strategy=strategy).launches)
 
     def distance(a: int, b: int) -> float:

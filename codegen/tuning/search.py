@@ -153,7 +153,7 @@ class Search:
         return ""
 
     def step(self, tile: Tile, n: int) -> float:
-        """Milliseconds of the whole training step of workload n."""
+        """Milliseconds of the training step and the forward alone of workload n."""
         return self.measured[describe(tile)]["workloads"][n]["step"]
 
     def milliseconds(self, tile: Tile, n: int) -> dict[str, float]:

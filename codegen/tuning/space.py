@@ -11,7 +11,7 @@ from importlib import metadata
 
 from analyzers.backends import Backend, TritonTarget
 from analyzers.errors import InputError
-from codegen.family import Footprint, Launch, Spec, Tile, power_of_two
+from codegen.family import SHORT_CHUNK, Footprint, Launch, Spec, Tile, power_of_two
 
 BLOCKS = (16, 32, 64, 128, 256)
 PART = 64
@@ -71,6 +71,7 @@ class Space:
         target = self.target
         sizes = {
             "chunk": chunk,
+            "short": SHORT_CHUNK,
             "block": launch.block,
             "key_dim": power_of_two(self.key_dim),
             "value_dim": power_of_two(self.value_dim),
@@ -149,6 +150,7 @@ class Space:
         bases = [
             self._fitted(self.spec.tile(self.backend, self.key_dim, self.dtype, strategy))
             for strategy in dict.fromkeys((own.strategy, *self.spec.strategies))
+            if self.spec.has_strategy(self.backend, strategy, self.dtype)
         ]
         others = [
             self._sound(replace(base, chunk=chunk))

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from codegen.load import import_file
-from codegen.verify.cases import Shape, all_cases, make_inputs, run
+from codegen.verify.cases import Shape, all_cases, forward_alone, make_inputs, run
 
 SAMPLES = 4096
 CACHE_BYTES = 256 * 2**20
@@ -132,7 +132,8 @@ class Candidate:
         vars(self.module).update(self.kernels)
 
     def step(self, workload: dict) -> Callable[[], dict[str, torch.Tensor]]:
-        """One training step, forward and backward, on the first case's kind of data."""
+        """A training step, forward and backward, and a forward alone, which may run by other
+        kernels; on the first case's kind of data."""
         first = all_cases(self.shape)[0]
         known = {f.name for f in dataclasses.fields(first)}
         size = {n: workload[n] for n in ("batch", "heads", "value_heads") if n in known}
@@ -146,7 +147,14 @@ class Candidate:
                 x = x.to(self.device)
             inputs[name] = x
         function = getattr(self.module, self.shape.function)
-        return lambda: run(function, case, inputs)
+        alone = forward_alone(case)
+
+        def both() -> dict[str, torch.Tensor]:
+            outputs = run(function, case, inputs)
+            without = run(function, alone, inputs)
+            return outputs | {f"{name}, forward alone": x for name, x in without.items()}
+
+        return both
 
     def measure(self, step: Callable[[], dict[str, torch.Tensor]], clock: Clock) -> dict:
         """Milliseconds by kernel and of the whole step, bytes, and what came out."""

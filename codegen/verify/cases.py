@@ -89,6 +89,8 @@ class Case:
     """Of the batch, run this row alone."""
     order: tuple[int, ...] | None = None
     """The packed sequences in this order."""
+    gradients: bool = True
+    """Otherwise the forward alone: what is not to be differentiated may run by other kernels."""
     times: int = 1
     """The inputs in `LINEAR_IN` are multiplied by this power of two."""
     relation: Relation | None = None
@@ -144,6 +146,11 @@ def other_order(packed: Case) -> Case:
     return replace(packed, name="packed the other way round", order=order, relation=relation)
 
 
+def forward_alone(case: Case) -> Case:
+    """The same without gradients."""
+    return replace(case, name=f"{case.name}, forward alone", gradients=False)
+
+
 def scaled(usual: Case) -> Case:
     """Four times the inputs in which the operator is linear."""
     relation = Relation(kind="scaled", to=usual.name)
@@ -185,29 +192,35 @@ def make_inputs(case: Case, shape: Shape, dtype: torch.dtype) -> Tensors:
     return {**x, "cu_seqlens": limits(lengths) if len(lengths) > 1 else None}
 
 
+def _forward(function, case: Case, x: Tensors, kernel: bool) -> dict[str, torch.Tensor]:
+    if case.split_at is None:
+        return case.call(function, x, kernel)
+    assert case.STATE is not None
+    given, got = case.STATE
+
+    def part(begin, end):
+        return {
+            n: t[:, begin:end] if t is not None and case.INPUTS.get(n) == "token" else t
+            for n, t in x.items()
+        }
+
+    first = case.call(function, part(0, case.split_at), kernel)
+    second = part(case.split_at, None) | {given: first[got]}
+    outputs = case.call(function, second, kernel)
+    for name, kind in case.OUTPUTS.items():
+        if kind == "token" and name in outputs:
+            outputs[name] = torch.cat([first[name], outputs[name]], 1)
+    return outputs
+
+
 def run(function, case: Case, inputs: Tensors, kernel: bool = True) -> dict[str, torch.Tensor]:
     """Forward and backward: the outputs by name, and `dx` for every input x with a gradient."""
+    if not case.gradients:
+        with torch.no_grad():
+            return _forward(function, case, inputs, kernel)
     names = [n for n in case.GRADIENTS if inputs.get(n) is not None]
     leaves = {n: inputs[n].detach().requires_grad_() for n in names}  # pyright: ignore
-    x = {**inputs, **leaves}
-    if case.split_at is None:
-        outputs = case.call(function, x, kernel)
-    else:
-        assert case.STATE is not None
-        given, got = case.STATE
-
-        def part(begin, end):
-            return {
-                n: t[:, begin:end] if t is not None and case.INPUTS.get(n) == "token" else t
-                for n, t in x.items()
-            }
-
-        first = case.call(function, part(0, case.split_at), kernel)
-        second = part(case.split_at, None) | {given: first[got]}
-        outputs = case.call(function, second, kernel)
-        for name, kind in case.OUTPUTS.items():
-            if kind == "token" and name in outputs:
-                outputs[name] = torch.cat([first[name], outputs[name]], 1)
+    outputs = _forward(function, case, {**inputs, **leaves}, kernel)
     above = {n: d for n in outputs if (d := inputs.get(f"d{n}")) is not None}
     grads = torch.autograd.grad(
         [outputs[n] for n in above],

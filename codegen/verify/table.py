@@ -21,8 +21,9 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import get_args
 
+from codegen.family import Strategy
 from codegen.schema import Gate, KernelSet
 
 
@@ -95,7 +96,7 @@ def prove(
     backend_name: str,
     dtypes: list[str] | None = None,
     interpret: bool = False,
-    strategy: Literal["split", "fused"] | None = None,
+    strategy: Strategy | None = None,
 ) -> list[Gate]:
     """Renders a kernel and proves it on the backend's device where it is here, else on the CPU;
     or in the interpreter. `strategy` is the family's own unless one is named."""
@@ -128,7 +129,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--backend", default="h200")
     parser.add_argument("--jobs", type=int, default=1, help="kernels proved at a time")
     parser.add_argument("--dtypes", nargs="+", help="all of the kernel's")
-    parser.add_argument("--strategy", choices=["split", "fused"], help="the family's own")
+    parser.add_argument("--strategy", choices=get_args(Strategy), help="the family's own")
     parser.add_argument("--interpret", action="store_true", help="prove in Triton's interpreter")
     parser.add_argument("--output", type=Path, help="folder of kernel_errors.json and .md")
     parser.add_argument("--json", action="store_true", help="JSON instead of markdown")

@@ -6,14 +6,13 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch.nn.functional import softplus
 
 from analyzers.backends import load_backend
 from analyzers.schema import Operator, Site, Work
-from codegen.family import Spec, load_specs
+from codegen.family import Spec, Strategy, load_specs
 from codegen.render import render
 from codegen.schema import OperatorChoice
 
@@ -66,7 +65,7 @@ def write_kernel(
     key_dim: int,
     value_dim: int,
     backend: str = "cpu",
-    strategy: Literal["split", "fused"] | None = None,
+    strategy: Strategy | None = None,
 ):
     """Renders one kernel into a folder, unproved; returns what was rendered."""
     shape = {"key_dim": key_dim, "value_dim": value_dim}
@@ -160,7 +159,10 @@ def launched(module, given: dict, gradients: bool) -> list[tuple[str, dict]]:
     module._run = lambda kernel, programs, **given: made.append((names[id(kernel)], given))
     module._INTERPRETED = True  # CPU tensors take the path of the launches
     function = next(f for n, f in vars(module).items() if n.startswith("chunk_"))
-    o, _ = function(**{n: x.requires_grad_(gradients and n != "g_gamma") for n, x in given.items()})
+    for name, x in given.items():
+        if isinstance(x, torch.Tensor):
+            x.requires_grad_(gradients and name != "g_gamma")
+    o, _ = function(**given)
     if gradients:
         o.sum().backward()
     return made

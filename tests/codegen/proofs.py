@@ -7,12 +7,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from codegen.build import subject_of
-from codegen.family import load_specs
+from codegen.family import Strategy, load_specs
 from codegen.load import import_file
 from codegen.render import FLOORS
 from codegen.schema import Gate
@@ -30,7 +29,7 @@ def subject(
     *changes: tuple[str, str],
     widths: tuple[int, int] = (16, 16),
     backend: str = "cpu",
-    strategy: Literal["split", "fused"] | None = None,
+    strategy: Strategy | None = None,
 ):
     """A rendered member whose module is changed: each pair is what to find and to put there."""
     rendered = write_kernel(folder, member, *widths, backend, strategy)

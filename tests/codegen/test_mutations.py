@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import pytest
 
+from codegen.family import Strategy
 from tests.codegen.proofs import DIED, Forks, failed, subject
 
 
@@ -21,7 +21,7 @@ class Mutation:
     widths: tuple[int, int] = (16, 16)
     backend: str = "cpu"
     """Whose tile is taken; the interpreter's own has chunks of one block of rows."""
-    strategy: Literal["split", "fused"] = "split"
+    strategy: Strategy = "split"
 
 
 def change(name: str, old: str, new: str, *cases: str, **others) -> Mutation:
@@ -61,14 +61,14 @@ MUTATIONS = [
     ),
     change(
         "tail not counted",
-        "(self.bounds.diff() + CHUNK - 1) // CHUNK",
-        "self.bounds.diff() // CHUNK",
+        "(self.bounds.diff() + self.rows - 1) // self.rows",
+        "self.bounds.diff() // self.rows",
         "one token",
     ),
     change(
         "chunks counted from the total",
-        "return length // CHUNK + sequences",
-        "return length // CHUNK + 1",
+        "return length // rows + sequences",
+        "return length // rows + 1",
         "packed, few",
     ),
     change(
@@ -259,8 +259,8 @@ MUTATIONS = [
     ),
     change(
         "gate's gradient ends before its own token",
-        "from_row, before = between(r - 1, CHUNK), ",
-        "from_row, before = between(r, CHUNK), ",
+        "from_row, before = between(r - 1, rows), ",
+        "from_row, before = between(r, rows), ",
         "last state without a gradient",
         member="gla",
     ),
@@ -304,6 +304,59 @@ MUTATIONS = [
         "d_qk = tl.where(rr >= ii - 1, d_qk, 0.0)",
         "last state without a gradient",
         member="linear_attention",
+    ),
+    change(
+        "short: strong gates left to the usual products",
+        "if STRONG and tl.max(reach, 0) > FAR:",
+        "if STRONG and tl.max(reach, 0) > 1e9:",
+        "hard resets, forward alone",
+        member="kda",
+        strategy="short",
+    ),
+    change(
+        "short: chunk's decay lacks its last token",
+        "mask=(rr == BT - 1) & (col < K)",
+        "mask=(rr == BT - 2) & (col < K)",
+        "long memory, forward alone",
+        member="gla",
+        strategy="short",
+    ),
+    change(
+        "short: the state does not decay",
+        "h = tl.dot(v, writes, h * decay",
+        "h = tl.dot(v, writes, h",
+        "usual, forward alone",
+        strategy="short",
+    ),
+    change(
+        "short: a value is written whatever the state holds",
+        "tl.trans(reads), input",
+        "tl.trans(0.0 * reads).to(dtype), input",
+        "usual, forward alone",
+        member="delta_rule",
+        strategy="short",
+    ),
+    change(
+        "short: what is read and what is subtracted change places",
+        "y, o = _halves",
+        "o, y = _halves",
+        "usual, forward alone",
+        strategy="short",
+    ),
+    change(
+        "short: the chunk itself is not seen",
+        "o += more",
+        "o += 0.0 * more",
+        "usual, forward alone",
+        strategy="short",
+    ),
+    change(
+        "short: every block of values writes the first",
+        "_store(o_ptr + at * V, tl.trans(o), HV * V, left, col_v, V)",
+        "_store(o_ptr + at * V, tl.trans(o), HV * V, left, col_v % BV, V)",
+        "usual, forward alone",
+        widths=(16, 72),
+        strategy="short",
     ),
     change(
         "fused: strong gates left to the usual blocks",

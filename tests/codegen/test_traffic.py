@@ -30,7 +30,7 @@ def counted(made: list[tuple[str, dict]]) -> list[tuple[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("strategy", ["fused", "split"])
+@pytest.mark.parametrize("strategy", ["fused", "short", "split"])
 @pytest.mark.parametrize("member", LINEAR)
 def test_the_formula_counts_the_tensors_of_every_launch(member, strategy, tmp_path):
     spec, h200 = load_specs()[member], load_backend("h200")
@@ -45,8 +45,10 @@ def test_the_formula_counts_the_tensors_of_every_launch(member, strategy, tmp_pa
             spec, (40, 72), (70,), batch=2, heads=heads, value_heads=value_heads, state=False
         )
         x = {n: t if n in float32 else t.bfloat16() for n, t in x.items()}
-        found = launches(spec, tile, step, gradients=True)
-        assert [(m.kernel, m.read + m.written) for m in found] == counted(launched(module, x, True))
+        for gradients in (False, True):
+            found = launches(spec, tile, step, gradients=gradients)
+            made = counted(launched(module, x, gradients))
+            assert [(m.kernel, m.read + m.written) for m in found] == made
 
 
 def test_blocks_of_value_channels_ask_for_the_keys_again():

@@ -8,7 +8,15 @@ from typing import ClassVar, Literal
 import torch
 import torch.nn.functional as F
 
-from codegen.verify.cases import Case, Shape, future, other_order, row_alone, scaled
+from codegen.verify.cases import (
+    Case,
+    Shape,
+    forward_alone,
+    future,
+    other_order,
+    row_alone,
+    scaled,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +152,22 @@ class LinearCase(Case):
         )
 
 
+ALONE = (
+    "usual",
+    "grouped value heads in a batch",
+    "packed with empty and one-token sequences",
+    "long memory",
+    "inputs of 30",
+    "no decay, repeated keys",
+    "state carried over a split",
+    "strided inputs",
+    "hard resets",
+    "raw gates above -5",
+    "gates above -5, as promised",
+)
+"""Cases that are also run without gradients."""
+
+
 def cases(shape: Shape) -> list[Case]:
     """Small enough for the interpreter, yet two chunks, a ragged tail and every hostile gate."""
     spec, C = shape.spec, shape.chunk
@@ -231,4 +255,6 @@ def cases(shape: Shape) -> list[Case]:
         ]
     until = C // 2 + 2
     found += [*future(past, until), row_alone(several), other_order(few), scaled(usual)]
+    found += [forward_alone(case) for case in found if case.name in ALONE]
+    found += future(forward_alone(past), until)
     return [replace(case, compiled=case.compiled and case.relation is None) for case in found]
