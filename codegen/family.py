@@ -19,7 +19,7 @@ FUSED = "_fused"
 SHORT = ("_prepare_short", "_recur_short")
 SHORT_CHUNK = 16
 """Tokens of a chunk in these."""
-OWN = {"short": SHORT, "fused": (FUSED,)}
+OWN: dict[Strategy, tuple[str, ...]] = {"short": SHORT, "fused": (FUSED,)}
 """The kernels that only one strategy launches: the forward is theirs, the backward is shared."""
 
 

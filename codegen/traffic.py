@@ -231,10 +231,12 @@ def main(arguments: list[str] | None = None) -> None:
         key_dim=key_dim,
         value_dim=value_dim,
     )
-    known = [s for s in spec.strategies if spec.has_strategy(backend, s)]
-    own = [spec.tile(backend, key_dim, strategy=s) for s in known]
-    split = own[0]
-    tiles = [replace(split, keep=True), replace(split, keep=False), *own[1:]]
+    split, *own = (
+        spec.tile(backend, key_dim, strategy=s)
+        for s in spec.strategies
+        if spec.has_strategy(backend, s)
+    )
+    tiles = [replace(split, keep=True), replace(split, keep=False), *own]
     print(f"{spec.title}, B{batch} T{tokens} H{heads}, K {key_dim}, V {value_dim}; GB by formula\n")
     print(table(spec, tiles, step))
 

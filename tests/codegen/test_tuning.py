@@ -19,7 +19,7 @@ from analyzers.backends import load_backend
 from analyzers.documents import read_document, to_json
 from analyzers.errors import InputError, ProofError
 from codegen.build import generate
-from codegen.family import Launch, Tile, load_specs, template_sha256
+from codegen.family import SHORT, Launch, Tile, load_specs, template_sha256
 from codegen.render import _environment, render
 from codegen.schema import Gate, KernelSet, OperatorMap
 from codegen.tuning.__main__ import main
@@ -298,7 +298,7 @@ class Device:
 
 def fastest(device, workload, chunk=64):
     found = {}
-    for kernel in KERNELS:
+    for kernel in (*KERNELS, *SHORT):
         every, _ = device.space.launches(kernel, launch(), chunk)
         sound = [x for x in every if (kernel, x) not in device.wrong]
         found[kernel] = min(device.cost(kernel, x, workload) for x in sound)
