@@ -59,6 +59,8 @@ class HostEntry(Strict):
     mem_gib: Positive
     d2h_gbps: Positive
     share: Literal["node", "device"] = "node"
+    origin: Origin = "spec"
+    source: Line = ""
 
 
 class NodesEntry(Strict):
