@@ -187,7 +187,8 @@ def _row(
         x += value * scale
     if row.interval:
         low, high = (LEFT + v * scale for v in row.interval)
-        title = f"{number(row.interval[0])} to {number(row.interval[1])} {unit} four times in five"
+        reach = f"{number(row.interval[0])} to {number(row.interval[1])} {unit}"
+        title = f"{reach} about four times in five"
         drawn.append(
             f'<path d="M{low:.1f} {y + 12}v8m0 -4H{high:.1f}m0 -4v8" class="whisker">'
             f"<title>{title}</title></path>"

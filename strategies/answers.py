@@ -16,7 +16,7 @@ from strategies.infeasible import no_layout, nothing_fits
 from strategies.parts import smallest_part
 from strategies.pricing import GIB, CostModel
 from strategies.problem import LONGEST, Problem
-from strategies.solver import Points, price, price_all, solve
+from strategies.solver import Points, Solution, price, price_all, solve
 from strategies.space import divisors
 
 SEQUENCE_STEP = 128
@@ -129,7 +129,7 @@ def longest_sequence(problem: Problem) -> Answer:
     def fastest(count: int) -> Points | None:
         job = replace(problem.job, sequence_length=tokens(count), global_batch_size=None)
         fixed = {**problem.fixed, "micro_batch_size": 1}
-        return _best(replace(problem, job=job, fixed=fixed))
+        return _solved(replace(problem, job=job, fixed=fixed)).best
 
     count, point = _largest(fastest, most)
     if point is None:
@@ -152,7 +152,7 @@ def largest_micro_batch(problem: Problem) -> Answer:
     def fastest(count: int) -> Points | None:
         job = replace(problem.job, global_batch_size=None)
         fixed = {**problem.fixed, "micro_batch_size": count}
-        return _best(replace(problem, job=job, fixed=fixed))
+        return _solved(replace(problem, job=job, fixed=fixed)).best
 
     count, point = _largest(fastest, MOST_SEQUENCES)
     if point is None:
@@ -216,8 +216,8 @@ def degraded_links(problem: Problem, scale: float) -> list[Degraded]:
     return found
 
 
-def _best(problem: Problem) -> Points | None:
-    return solve(problem.space(problem.allow), problem.pricing).best
+def _solved(problem: Problem) -> Solution:
+    return solve(problem.space(problem.allow), problem.pricing)
 
 
 def _largest(fastest: Callable[[int], Points | None], most: int) -> tuple[int, Points | None]:
@@ -252,7 +252,7 @@ def _answer(problem: Problem, point: Points, value: int, unit: str, limit: str) 
 
 
 def _require_best(problem: Problem) -> Points:
-    found = solve(problem.space(problem.allow), problem.pricing)
+    found = _solved(problem)
     if not found.plans:
         raise no_layout(problem)
     if found.best is None:

@@ -30,14 +30,14 @@ def explain(
     said = [
         _how_it_was_found(plan.searched, len(fitting)),
         f"{settings(problem, best.plans)}: {number(seconds, 3)} s a step of {tokens:,} tokens "
-        f"({number(low, 3)} to {number(high, 3)} s four times in five), "
+        f"({number(low, 3)} to {number(high, 3)} s about four times in five), "
         f"{predicted.tokens_per_second_per_device:,.0f} tokens/s a device.",
         "Of the step, " + _shares(asdict(step), seconds) + ".",
         f"By bounds alone, before any plan is priced, none that may fit takes less than "
         f"{number(predicted.lower_bound_seconds, 3)} s for these tokens: a gap of "
         f"{predicted.optimality_gap:.0%}, which pricing then closes.",
         f"Peak memory is {held.peak:.1f} of {held.capacity:.1f} GiB ({least:.1f} to {most:.1f} "
-        f"four times in five), {held.frozen_weights:.1f} of it frozen weights over "
+        f"about four times in five), {held.frozen_weights:.1f} of it frozen weights over "
         f"{p.fsdp * p.tp * p.pp} devices; the chance of running out is "
         f"{predicted.oom_probability:.1%}.",
     ]

@@ -6,8 +6,6 @@ import math
 from dataclasses import fields, replace
 from typing import Any
 
-import numpy as np
-
 from strategies import cost
 from strategies.candidates import (
     DISPATCHERS,
@@ -43,8 +41,7 @@ class CostModel:
 
     def evaluate(self, c: Candidates) -> Prices:
         costs = cost.evaluate(self.work, self.cluster, c, self.constants)
-        deviation = self._deviation(costs.memory)
-        return Prices(seconds=costs.seconds, peak=costs.peak, deviation=deviation)
+        return Prices(seconds=costs.seconds, peak=costs.peak, deviation=costs.deviation)
 
     def time_bound(self, c: Candidates, *, even: bool = False) -> Column:
         work = self.even if even else self.work
@@ -53,13 +50,7 @@ class CostModel:
     def memory_bound(self, c: Candidates, *, even: bool = False) -> Column:
         work = self.even if even else self.work
         least = cost.memory_bound(work, self.cluster, c, self.constants)
-        return least.peak + QUANTILE * self._deviation(least)
-
-    def _deviation(self, held: cost.Bytes) -> Column:
-        """Resident state is predicted closely, what comes and goes less so; errors independent."""
-        known = held.state + held.reserved
-        d = self.deviations
-        return np.hypot(d.state * known, d.transient * (held.peak - known))
+        return least.peak * (1 + QUANTILE * self.deviations.peak)
 
     def predicted(self, point: Points, bound: float) -> Predicted:
         """What a plan states of one point; `bound` in seconds a token of the cluster."""

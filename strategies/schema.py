@@ -155,7 +155,7 @@ class Predicted:
     """(step_seconds - lower_bound_seconds) / step_seconds. The bound holds for every plan of the
     space and is known before any is priced; the search then proves that none of them is faster."""
     step_seconds_interval: tuple[float, float] | None = None
-    """In which the measured step lies four times in five, by the back-test's errors."""
+    """In which the measured step lies about four times in five, by the back-test's errors."""
     memory_gib_interval: tuple[float, float] | None = None
     """The same for the peak."""
 

@@ -78,20 +78,14 @@ class Costs:
         return self.memory.peak
 
     @property
-    def transient(self) -> Column:
-        """Of the peak, all but resident state and runtime: what is predicted less closely."""
-        return self.peak - self.memory.state - self.memory.reserved
+    def deviation(self) -> Column:
+        """Standard deviation of the real peak, taken as normal around the predicted one, bytes."""
+        return self.deviations.peak * self.peak
 
     @property
     def oom_probability(self) -> Column:
-        """Chance that the real peak exceeds the capacity.
-
-        The real peak is taken as normal around the predicted one, with independent relative errors
-        of the resident state and of the rest.
-        """
-        d, rest = self.deviations, self.transient
-        deviation = np.hypot(d.state * (self.peak - rest), d.transient * rest)
-        return _above(self.peak, deviation, self.capacity)
+        """Chance that the real peak exceeds the capacity."""
+        return _above(self.peak, self.deviation, self.capacity)
 
 
 def _above(mean: Column, deviation: Column, limit: Column) -> Column:

@@ -124,7 +124,7 @@ def test_memory_is_drawn_to_the_scale_of_what_the_device_has(drawn):
     held = ends(drawn["memory"], "the plan") - plan_figures.LEFT
     assert held / at == pytest.approx(1.5 / 4.0, abs=1e-3)
     assert limit.findtext("title") == "the device has 4 GiB"
-    assert "1.2 to 1.9 GiB four times in five" in titles(drawn["memory"], "path")
+    assert "1.2 to 1.9 GiB about four times in five" in titles(drawn["memory"], "path")
 
 
 def test_what_cannot_be_run_yet_is_pale(drawn):
