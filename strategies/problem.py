@@ -53,6 +53,7 @@ class Problem:
             "mapping": len(self.cluster.tiers) == 1 or not self.model.experts,
             "hierarchical": len(self.cluster.tiers) == 1 or not self.model.experts,
             **dict.fromkeys(SKEW, even or not self.model.experts),
+            "offload": self.cluster.host is None,
         }
         return tuple(f for f in FEATURES if not absent.get(f, False))
 
