@@ -81,11 +81,13 @@ def plan(
         bool, typer.Option("--allow-idle", help="Leave devices idle where fewer are faster.")
     ] = False,
     link_scale: Annotated[
-        float,
+        float | None,
         typer.Option(
-            min=0.01, max=1.0, help="With --ask degraded-links: rate of the slow links, of sound."
+            min=0.01,
+            max=1.0,
+            help="With --ask degraded-links: rate of the slow links, of sound; 0.5 by default.",
         ),
-    ] = 0.5,
+    ] = None,
     figures: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Write plan.json here, with a page and figures."),
@@ -130,6 +132,8 @@ def plan(
         raise typer.BadParameter(
             "--figures, --export and --allow-idle are for a plan, --ask does not make one"
         )
+    if link_scale is not None and ask != "degraded-links":
+        raise typer.BadParameter("--link-scale is for --ask degraded-links")
     options = _options(
         model,
         cluster,
@@ -156,7 +160,7 @@ def plan(
         terminal("searching plans")
         if ask:
             problem = make_problem(found, devices, job, allow=features, constants=constants)
-            said = _answer(ask, problem, link_scale)
+            said = _answer(ask, problem, link_scale or 0.5)
         else:
             said = search(
                 found, devices, job, allow=features, allow_idle=allow_idle, constants=constants
@@ -165,7 +169,7 @@ def plan(
             if figures:
                 from adapter_agent.report import write_plan_figures
 
-                for path in write_plan_figures(said, found, devices, job, figures):
+                for path in write_plan_figures(said, Path(job.model).name, figures):
                     terminal.settle(f"wrote {path}")
             if exports:
                 written = _export(

@@ -16,6 +16,7 @@ from strategies.infeasible import no_layout, nothing_fits
 from strategies.parts import smallest_part
 from strategies.pricing import GIB, CostModel
 from strategies.problem import LONGEST, Problem
+from strategies.schema import EpCell, EpCurve, EpRow, EpWindows
 from strategies.solver import Points, Solution, price, price_all, solve
 from strategies.space import divisors
 
@@ -47,41 +48,6 @@ class Answer:
     """What the runtime lacks to run it."""
     limit: str
     """Why not one less, or one more."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpCell:
-    seconds: float
-    """Of one micro-batch."""
-    memory_gib: float
-    fits: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpRow:
-    tokens_per_rank: int
-    by_ep: dict[int, EpCell]
-    fastest: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpWindows:
-    """EP -> first and last tokens a rank at which it is the fastest, in steps of 4 %."""
-
-    assumed: str
-    windows: dict[int, tuple[int, int]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpCurve:
-    kept: str
-    """The plan of which all but EP, dispatcher and tokens is kept."""
-    rows: list[EpRow]
-    windows: list[EpWindows]
-    """As the plan is priced, then without what hides or repeats communication."""
-    fits_up_to: int
-    """Most tokens a rank that some EP can hold, exactly, of those that are looked at; 0 where none
-    fits."""
 
 
 @dataclass(frozen=True, kw_only=True)

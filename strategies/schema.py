@@ -190,6 +190,43 @@ class Cell:
 
 
 @document
+class EpCell:
+    seconds: float
+    """Of one micro-batch."""
+    memory_gib: float
+    fits: bool
+
+
+@document
+class EpRow:
+    tokens_per_rank: int
+    by_ep: dict[int, EpCell]
+    fastest: int
+
+
+@document
+class EpWindows:
+    """EP -> first and last tokens a rank at which it is the fastest, in steps of 4 %."""
+
+    assumed: str
+    windows: dict[int, tuple[int, int]]
+
+
+@document
+class EpCurve:
+    """Seconds by EP over the tokens of a rank, and where another EP becomes better."""
+
+    kept: str
+    """The plan of which all but EP, dispatcher and tokens is kept."""
+    rows: list[EpRow]
+    windows: list[EpWindows]
+    """As the plan is priced, then without what hides or repeats communication."""
+    fits_up_to: int
+    """Most tokens a rank that some EP can hold, exactly, of those that are looked at; 0 where none
+    fits."""
+
+
+@document
 class Searched:
     """How the space was gone through; the counts are of plans."""
 
@@ -273,6 +310,8 @@ class Plan:
     """Family of plans that was not chosen, e.g. `EP 8` -> the limit that binds it."""
     survey: list[Cell] = field(default_factory=list)
     """Every EP and micro-batch that was priced."""
+    ep_curve: EpCurve | None = None
+    """Where this plan with another EP is better; None where it can have none."""
     searched: Searched | None = None
     searched_beyond: Searched | None = None
     """The same for the space with everything that the runtime lacks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from strategies.alternatives import (
     missing,
     pareto_alternatives,
 )
+from strategies.answers import ep_curve
 from strategies.cluster import Cluster
 from strategies.cost import Constants
 from strategies.explain import explain
@@ -22,7 +24,7 @@ from strategies.infeasible import no_layout, nothing_fits
 from strategies.parts import fastest_part
 from strategies.pricing import plan_fields
 from strategies.problem import Problem, make_problem
-from strategies.schema import Alternative, Job, Plan, Searched
+from strategies.schema import Alternative, EpCurve, Job, Plan, Searched
 from strategies.solver import Points, Solution, price_all, solve, step_tokens
 from strategies.space import FEATURES
 
@@ -70,6 +72,7 @@ def search(
         rejected=_rejected(problem, table, searched),
         families=families(problem, table, best, predicted) if len(table) else {},
         survey=cells(problem, table),
+        ep_curve=_ep_curve(problem, best),
         searched=searched,
         searched_beyond=beyond,
         origins=problem.pricing.origins(best.plans),
@@ -109,6 +112,13 @@ def _fastest(problem: Problem) -> tuple[Points, float, Searched, Points]:
     if best is None:
         raise nothing_fits(problem, table)
     return best, bound, searched, table
+
+
+def _ep_curve(problem: Problem, best: Points) -> EpCurve | None:
+    """None where every plan like the best has the same EP."""
+    shards = int(best.plans.fsdp[0] * best.plans.tp[0])
+    several = math.gcd(shards, problem.model.experts) > 1
+    return ep_curve(problem, like=best.plans) if several and problem.model.experts else None
 
 
 def _searched(found: Solution) -> Searched:

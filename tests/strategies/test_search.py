@@ -110,6 +110,30 @@ def test_what_the_runtime_cannot_run_is_planned_only_when_it_is_allowed(k3, k3_p
     assert free.searched.priced < free.searched.plans // 10
 
 
+def test_the_curve_of_a_plan_is_of_that_plan(k3, k3_plan, tmp_path):
+    """Its own settings, seconds and constants, whatever was allowed; with EP alone another."""
+    cluster = load_cluster(CLUSTERS / "supernode-128.yaml")
+    free = search(k3, cluster, job(), allow=FEATURES)
+    slow = replace(cost.load_constants(), grouped_matmul_share=0.5)
+    refitted = search(k3, cluster, job(), constants=slow)
+    for plan in (k3_plan, free, refitted):
+        assert plan.ep_curve
+        assert plan.explanation[1].startswith(plan.ep_curve.kept)
+        tokens = plan.micro_batch_size * plan.sequence_length // plan.parallelism.cp
+        row = next(r for r in plan.ep_curve.rows if r.tokens_per_rank == tokens)
+        cell = row.by_ep[plan.parallelism.ep]
+        # A step of one micro-batch; the dispatcher of the curve is the faster of two.
+        assert cell.seconds == pytest.approx(plan.predicted.step_seconds, rel=0.03)
+    assert refitted.ep_curve.rows[0].by_ep[32].seconds > k3_plan.ep_curve.rows[0].by_ep[32].seconds
+    assert read_document(Plan, write_document(free, tmp_path / "plan.json")) == free
+
+
+def test_a_plan_that_can_have_one_ep_alone_has_no_curve(tiny, dense):
+    lone = flat_cluster("one", load_backend("h200"), 1, bw_gbps=1, latency_us=1)
+    assert search(tiny, lone, job(256)).ep_curve is None
+    assert search(dense, load_cluster(CLUSTERS / "hgx-h200-128.yaml"), job()).ep_curve is None
+
+
 def test_full_fine_tuning_is_planned_and_marked(tiny):
     cluster = load_cluster(CLUSTERS / "two-ranks.yaml")
     lora = search(tiny, cluster, job(256))
