@@ -154,17 +154,19 @@ def plan(
         job = replace(make_job(options), training=training, routing=routing_of(routing))
         devices = load_cluster(options.cluster)
         constants, refit = constants_of(measured, devices) if measured else (None, None)
+        refitted = {"constants": constants, "pace": refit.unexplained if refit else 1.0}
         found = analyze_model(
             options.model, trust_remote_code=options.trust_remote_code, progress=terminal
         )
         terminal("searching plans")
+        if ask and refit:
+            for line in refit.said:
+                terminal.settle(line)
         if ask:
-            problem = make_problem(found, devices, job, allow=features, constants=constants)
+            problem = make_problem(found, devices, job, allow=features, **refitted)
             said = _answer(ask, problem, link_scale or 0.5)
         else:
-            said = search(
-                found, devices, job, allow=features, allow_idle=allow_idle, constants=constants
-            )
+            said = search(found, devices, job, allow=features, allow_idle=allow_idle, **refitted)
             said = with_refit(said, refit) if refit else said
             if figures:
                 from adapter_agent.report import write_plan_figures

@@ -262,6 +262,8 @@ class Refit:
     overload: float | None
     """Tokens of the fullest expert-parallel rank over the mean, by the experts' measured loads."""
     overload_planned: float | None
+    unexplained: float = 1.0
+    """Times as long as with these constants that a step took; plans are priced with it too."""
     constants: dict[str, Change] = field(default_factory=dict)
     """Those that moved."""
     said: list[str] = field(default_factory=list)

@@ -41,16 +41,18 @@ def search(
     allow: Collection[str] = (),
     allow_idle: bool = False,
     constants: Constants | None = None,
+    pace: float = 1.0,
 ) -> Plan:
     """The plan with the fewest seconds per token among all that fit.
 
     `fixed` forces values of the parallelism or of `micro_batch_size`, e.g. `{"ep": 2}`, on top of
     those of the job. `allow` names FEATURES that the runtime cannot run and the plan may use all
     the same; what the others would gain is told as alternatives. `allow_idle` also tries fewer
-    devices. `constants` replaces those that published runs fitted, e.g. by a finished run's.
+    devices. `constants` replaces those that published runs fitted, e.g. by a finished run's, and
+    every time is multiplied by `pace`, which such a run leaves unexplained.
     Raises InputError for a job or a forced value that cannot be, InfeasibleError when nothing fits.
     """
-    problem = make_problem(analysis, cluster, job, fixed, allow, constants)
+    problem = make_problem(analysis, cluster, job, fixed, allow, constants, pace)
     if allow_idle:
         problem = fastest_part(problem)
     best, bound, searched, table = _fastest(problem)
