@@ -39,6 +39,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.write_constants and (options.rows or options.expected):
         parser.error("--write-constants is for the rows of the project alone")
+    if options.output:
+        try:
+            options.output.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            parser.error(f"--output {options.output}: cannot be written: {e.strerror}")
     try:
         known, known_left = cases(published_runs())
         found, left = cases(read_runs(options.rows)) if options.rows else (known, known_left)
@@ -57,7 +62,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     data = backtest.as_data(result)
     if options.output:
-        options.output.mkdir(parents=True, exist_ok=True)
         (options.output / "backtest.json").write_text(json.dumps(data, indent=2) + "\n")
         _write_rows(options.output / "rows.csv", data["predictions"])
         _draw(result, options.output / "backtest.html")

@@ -64,6 +64,17 @@ def test_a_broken_table_names_row_and_column(tmp_path, lines, said):
     assert said in str(error.value)
 
 
+def test_a_table_that_is_no_text_names_what_it_is(tmp_path):
+    with pytest.raises(InputError, match="is a folder, not a file"):
+        read_runs(tmp_path)
+    path = written(tmp_path, HEADER, ROW)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
+    assert [r.id for r in read_runs(path)] == ["a"], "as spreadsheets save it"
+    path.write_bytes(path.read_bytes() + b"\xff")
+    with pytest.raises(InputError, match=r"rows.csv:3: is not UTF-8 text"):
+        read_runs(path)
+
+
 def test_a_cell_without_a_value_is_unknown_and_an_unused_axis_is_one(tmp_path):
     (run,) = read_runs(written(tmp_path, HEADER, ROW.replace("128", "")))
     assert run.gbs is None
