@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 
@@ -12,15 +13,22 @@ from strategies.candidates import RECOMPUTATION
 from strategies.problem import Problem
 from strategies.schema import Alternative, EpCurve, Plan, Searched
 from strategies.solver import Points, step_tokens
-from strategies.space import FEATURES
+from strategies.space import FEATURES, divisors
 
 FULL = RECOMPUTATION.index("full")
 
 
 def explain(
-    plan: Plan, problem: Problem, best: Points, fitting: Points, gains: Mapping[str, Alternative]
+    plan: Plan,
+    problem: Problem,
+    best: Points,
+    fitting: Points,
+    gains: Mapping[str, Alternative],
+    *,
+    allow_idle: bool,
 ) -> list[str]:
-    """Why this plan; `gains` by the feature that the runtime lacks."""
+    """Why this plan; `gains` by the feature that the runtime lacks. With `allow_idle` fewer devices
+    were tried."""
     assert plan.searched
     predicted, p = plan.predicted, plan.parallelism
     step, held, seconds = predicted.step, predicted.memory_gib, predicted.step_seconds
@@ -69,7 +77,23 @@ def explain(
     if vain:
         said.append(f"Alone, none of these would save time: {', '.join(vain)}.")
     said += [f"Of the cluster, {note}." for note in problem.cluster.notes]
+    hint = None if allow_idle else _fewer_devices(problem, p.ep)
+    said += [hint] if hint else []
     return [*said, _assumptions(problem, plan.dispatcher)]
+
+
+def _fewer_devices(problem: Problem, ep: int) -> str | None:
+    """Where the number of devices keeps a larger EP out that fewer devices would allow."""
+    devices, experts = problem.cluster.world_size, problem.model.experts
+    possible = [n for n in divisors(experts) if n <= devices] if experts else []
+    largest = math.gcd(devices, experts)
+    if ep < largest or not possible or largest == possible[-1]:
+        return None
+    return (
+        f"EP {largest} is the largest that divides {experts} experts and {devices} devices; on "
+        f"{devices - devices % possible[-1]} EP {possible[-1]} would: --allow-idle tries fewer "
+        "devices."
+    )
 
 
 def _ep_by_tokens(curve: EpCurve, best: Points) -> str:

@@ -87,7 +87,9 @@ def search(
         idle_devices=cluster.world_size - used.world_size,
         **plan_fields(best.plans, used.device.training_dtype, experts=problem.model.experts),
     )
-    return replace(plan, explanation=explain(plan, problem, best, fitting, gains))
+    return replace(
+        plan, explanation=explain(plan, problem, best, fitting, gains, allow_idle=allow_idle)
+    )
 
 
 def _fastest(problem: Problem) -> tuple[Points, float, Searched, Points]:

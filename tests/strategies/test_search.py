@@ -241,6 +241,21 @@ def test_a_number_of_devices_that_divides_badly_is_told_of_idle_ones(k3):
     assert 0 < search(k3, odd, job(), allow_idle=True).idle_devices <= 127 - 112
 
 
+def test_a_plan_whose_ep_the_number_of_devices_holds_down_says_so(k3):
+    """15 nodes of 8: EP 8 on 120 is slower than a larger EP on 112, idle devices and all."""
+    hgx = load_cluster(CLUSTERS / "hgx-h200-128.yaml")
+    node, top = hgx.tiers
+    fifteen = replace(hgx, tiers=(node, replace(top, size=15, devices=120)), node_names=())
+    all_used = search(k3, fifteen, job())
+    assert all_used.parallelism.ep == 8
+    (hint,) = [line for line in all_used.explanation if "--allow-idle" in line]
+    assert "EP 8 is the largest that divides 896 experts and 120 devices; on 112 EP 112" in hint
+    some_idle = search(k3, fifteen, job(), allow_idle=True)
+    assert seconds_per_token(some_idle) * 1.4 < seconds_per_token(all_used)
+    for plan in (some_idle, search(k3, hgx, job())):
+        assert not any("--allow-idle" in line for line in plan.explanation)
+
+
 def test_nothing_fits_says_which_feature_would_help(k3):
     """2.8 T parameters in bf16 need 64 devices of 128 GiB; packed they lie on 32."""
     node = load_cluster(CLUSTERS / "supernode-128.yaml")
