@@ -70,13 +70,15 @@ def fewest_devices(problem: Problem) -> Answer:
 
     Raises InfeasibleError where not even the whole cluster will do.
     """
-    found = smallest_part(problem)
-    if found is None:
-        world = problem.cluster.world_size
-        raise InfeasibleError(f"no plan fits on the {world} devices of {problem.cluster.name}")
-    part, best = found
+    # Where no part will do, neither does the whole, which says why.
+    part, best, tried = smallest_part(problem) or (problem, _require_best(problem), True)
     devices = part.cluster.world_size
-    limit = "on fewer, every plan needs more memory than is safe" if devices > 1 else "one will do"
+    if tried:
+        limit = "on fewer, every plan needs more memory than is safe"
+    elif devices > 1:
+        limit = "fewer cannot be laid out as the job and --fix ask"
+    else:
+        limit = "one will do"
     return _answer(part, best, devices, "devices", limit)
 
 

@@ -159,6 +159,8 @@ def _assumptions(problem: Problem, dispatcher: str) -> str:
     routing = problem.job.routing
     if routing.loads:
         spread = "routing as the given histogram"
+        if len(routing.loads) != problem.model.experts:
+            spread += f" of {len(routing.loads)} experts, read by quantile"
     elif routing.exponent:
         spread = f"routing by a power law of exponent {routing.exponent:g}"
     else:

@@ -145,6 +145,18 @@ def test_trained_experts_are_not_held_packed(k3, supernode):
     assert "packed_experts" not in full.features
 
 
+def test_fewer_devices_that_nothing_was_laid_out_on_are_not_said_to_lack_memory(k3, supernode):
+    whole = make_problem(k3, supernode, job(), fixed={"ep": 128})
+    answer = answers.fewest_devices(whole)
+    assert (answer.value, answer.limit) == (
+        128,
+        "fewer cannot be laid out as the job and --fix ask",
+    )
+    split = make_problem(k3, supernode, job(global_batch_size=101))
+    with pytest.raises(InfeasibleError, match="101 sequences does not split"):
+        answers.fewest_devices(split)
+
+
 def test_a_dense_model_has_no_ep_curve(dense, supernode):
     with pytest.raises(InputError, match="the model has no experts"):
         answers.ep_curve(make_problem(dense, supernode, job()))
