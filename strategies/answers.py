@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from analyzers.errors import InfeasibleError, InputError
+from analyzers.errors import InputError
 from strategies.alternatives import missing, settings
 from strategies.candidates import DISPATCHERS, RECOMPUTATION, Candidates, Column, columns
 from strategies.cluster import degraded
@@ -94,14 +94,13 @@ def longest_sequence(problem: Problem) -> Answer:
     def tokens(count: int) -> int:
         return min(count * SEQUENCE_STEP, longest)
 
-    def fastest(count: int) -> Points | None:
+    def asked(count: int) -> Problem:
         job = replace(problem.job, sequence_length=tokens(count), global_batch_size=None)
-        fixed = {**problem.fixed, "micro_batch_size": 1}
-        return _solved(replace(problem, job=job, fixed=fixed)).best
+        return replace(problem, job=job, fixed={**problem.fixed, "micro_batch_size": 1})
 
-    count, point = _largest(fastest, most)
+    count, point = _largest(lambda count: _solved(asked(count)).best, most)
     if point is None:
-        raise InfeasibleError(f"not even a sequence of {tokens(1)} tokens fits")
+        point = _require_best(asked(1))  # raises: not even one fits
     if count < most:
         limit = f"one of {tokens(count + 1):,} tokens does not fit"
     elif problem.longest:
@@ -117,14 +116,13 @@ def largest_micro_batch(problem: Problem) -> Answer:
     Raises InfeasibleError.
     """
 
-    def fastest(count: int) -> Points | None:
+    def asked(count: int) -> Problem:
         job = replace(problem.job, global_batch_size=None)
-        fixed = {**problem.fixed, "micro_batch_size": count}
-        return _solved(replace(problem, job=job, fixed=fixed)).best
+        return replace(problem, job=job, fixed={**problem.fixed, "micro_batch_size": count})
 
-    count, point = _largest(fastest, MOST_SEQUENCES)
+    count, point = _largest(lambda count: _solved(asked(count)).best, MOST_SEQUENCES)
     if point is None:
-        raise InfeasibleError("not even a micro-batch of one sequence fits")
+        point = _require_best(asked(1))  # raises: not even one fits
     limit = "one more does not fit" if count < MOST_SEQUENCES else "more are not tried"
     return _answer(problem, point, count, "sequences", limit)
 
