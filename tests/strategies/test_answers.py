@@ -159,7 +159,7 @@ def test_fewer_devices_that_nothing_was_laid_out_on_are_not_said_to_lack_memory(
 
 @pytest.mark.parametrize("ask", [answers.longest_sequence, answers.largest_micro_batch])
 def test_a_question_without_an_answer_names_what_binds(k3, supernode, ask):
-    with pytest.raises(InfeasibleError, match="no layout .* has ep=64, efsdp=4"):
+    with pytest.raises(InfeasibleError, match=r"no layout .* has ep=64, efsdp=4"):
         ask(make_problem(k3, supernode, job(), fixed={"ep": 64, "efsdp": 4}))
     node = next(c for c in parts(supernode) if c.world_size == 8)
     with pytest.raises(InfeasibleError, match="GiB too much; GiB by part: frozen weights"):
