@@ -83,8 +83,8 @@ def _host_rows(cluster: Cluster) -> Iterator[tuple[str, ...]]:
     host = cluster.host
     if host is not None:
         share, whole = _value(cluster.host_bytes / 2**30), f"{host.mem_gib:g} GiB a {host.share}"
-        yield "host memory of a device", share, "GiB", "spec", whole
-        yield "copy to the host", _value(host.d2h_gbps), "GB/s", "spec", ""
+        yield "host memory of a device", share, "GiB", host.origin, whole
+        yield "copy to the host", _value(host.d2h_gbps), "GB/s", host.origin, host.source
 
 
 def _tier_rows(tier: Tier) -> Iterator[tuple[str, ...]]:

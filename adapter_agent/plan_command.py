@@ -81,11 +81,13 @@ def plan(
         bool, typer.Option("--allow-idle", help="Leave devices idle where fewer are faster.")
     ] = False,
     link_scale: Annotated[
-        float,
+        float | None,
         typer.Option(
-            min=0.01, max=1.0, help="With --ask degraded-links: rate of the slow links, of sound."
+            min=0.01,
+            max=1.0,
+            help="With --ask degraded-links: rate of the slow links, of sound; 0.5 by default.",
         ),
-    ] = 0.5,
+    ] = None,
     figures: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Write plan.json here, with a page and figures."),
@@ -130,6 +132,8 @@ def plan(
         raise typer.BadParameter(
             "--figures, --export and --allow-idle are for a plan, --ask does not make one"
         )
+    if link_scale is not None and ask != "degraded-links":
+        raise typer.BadParameter("--link-scale is for --ask degraded-links")
     options = _options(
         model,
         cluster,
@@ -150,22 +154,24 @@ def plan(
         job = replace(make_job(options), training=training, routing=routing_of(routing))
         devices = load_cluster(options.cluster)
         constants, refit = constants_of(measured, devices) if measured else (None, None)
+        refitted = {"constants": constants, "pace": refit.unexplained if refit else 1.0}
         found = analyze_model(
             options.model, trust_remote_code=options.trust_remote_code, progress=terminal
         )
         terminal("searching plans")
+        if ask and refit:
+            for line in refit.said:
+                terminal.settle(line)
         if ask:
-            problem = make_problem(found, devices, job, allow=features, constants=constants)
-            said = _answer(ask, problem, link_scale)
+            problem = make_problem(found, devices, job, allow=features, **refitted)
+            said = _answer(ask, problem, link_scale or 0.5)
         else:
-            said = search(
-                found, devices, job, allow=features, allow_idle=allow_idle, constants=constants
-            )
+            said = search(found, devices, job, allow=features, allow_idle=allow_idle, **refitted)
             said = with_refit(said, refit) if refit else said
             if figures:
                 from adapter_agent.report import write_plan_figures
 
-                for path in write_plan_figures(said, found, devices, job, figures):
+                for path in write_plan_figures(said, Path(job.model).name, figures):
                     terminal.settle(f"wrote {path}")
             if exports:
                 written = _export(

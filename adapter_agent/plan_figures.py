@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from adapter_agent.figures import COLOURS, WIDTH, caption, number, rect, svg, ticks
 
 if TYPE_CHECKING:
-    from strategies.answers import EpCurve
-    from strategies.schema import Alternative, Cell, Plan, Predicted
+    from strategies.schema import Alternative, Cell, EpCurve, Plan, Predicted
 
 LEFT = 210
 """Width of the names of rows."""
@@ -40,13 +39,13 @@ class Row:
         return sum(self.parts.values())
 
 
-def plan_figures(plan: Plan, curve: EpCurve | None) -> dict[str, str]:
+def plan_figures(plan: Plan) -> dict[str, str]:
     """Name -> inline SVG; what there is no data for is left out."""
     made = {"step": step_figure(plan), "memory": memory_figure(plan)}
     if plan.survey and plan.has_experts:
         made["survey"] = survey_figure(plan)
-    if curve:
-        made["curve"] = curve_figure(curve)
+    if plan.ep_curve:
+        made["curve"] = curve_figure(plan.ep_curve)
     return made
 
 
@@ -187,7 +186,8 @@ def _row(
         x += value * scale
     if row.interval:
         low, high = (LEFT + v * scale for v in row.interval)
-        title = f"{number(row.interval[0])} to {number(row.interval[1])} {unit} four times in five"
+        reach = f"{number(row.interval[0])} to {number(row.interval[1])} {unit}"
+        title = f"{reach} about four times in five"
         drawn.append(
             f'<path d="M{low:.1f} {y + 12}v8m0 -4H{high:.1f}m0 -4v8" class="whisker">'
             f"<title>{title}</title></path>"

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from adapter_agent.terminal import bar, new_table
-from adapter_agent.words import details, shape
+from adapter_agent.words import around_experts, details, memory_by_part, packed_of, shape
 from analyzers.numbers import number
-from strategies.answers import Answer, Degraded, EpCurve, windows_in_words
+from strategies.answers import Answer, Degraded, windows_in_words
+from strategies.schema import EpCurve
 
 if TYPE_CHECKING:
-    from strategies.schema import Alternative, Memory, Plan
+    from strategies.schema import Alternative, Plan
 
 
 def picture(said: Any) -> RenderableType:
@@ -31,9 +31,10 @@ def picture(said: Any) -> RenderableType:
 def picture_of_plan(plan: Plan) -> RenderableType:
     p = plan.predicted
     idle = f", {plan.idle_devices} idle" if plan.idle_devices else ""
+    where = shape(plan) + (f" on {plan.world_size} devices" if plan.world_size > 1 else "")
     low, high = p.step_seconds_interval or (p.step_seconds, p.step_seconds)
     head = Text.assemble(
-        (f"{shape(plan)} on {plan.world_size} devices of {plan.cluster}{idle}\n", "bold"),
+        (f"{where} of {plan.cluster}{idle}\n", "bold"),
         f"micro-batch {plan.micro_batch_size} x {plan.sequence_length} tokens, "
         f"{plan.gradient_accumulation} a step, {details(plan)}\n",
         f"predicted {number(p.step_seconds, 3)} s a step ({number(low, 3)} to {number(high, 3)}), "
@@ -59,36 +60,24 @@ def picture_of_plan(plan: Plan) -> RenderableType:
     return Group(*pictures, *(Text(line) for line in lines))
 
 
-def packed_of(plan: Plan) -> Alternative | None:
-    """The alternative that differs by packed experts alone, where there is one."""
-    return next((a for a in plan.alternatives if a.missing == ["experts held packed"]), None)
-
-
 def _memory(plan: Plan) -> RenderableType:
     """By part; beside it the plan with packed experts, where the checkpoint packs them."""
     held, packed = plan.predicted.memory_gib, packed_of(plan)
-    other = packed.predicted.memory_gib if packed and packed.predicted else None
     columns = ["part", f">{plan.expert_weight_format or ''} GiB", ""]
-    if packed and other:
+    if packed:
         columns.append(f">{packed.settings.get('expert_weight_format', 'packed')} GiB")
     made = new_table(f"Memory: {number(held.peak)} of {number(held.capacity)} GiB", *columns)
-    for name, value in _parts(held).items():
-        if not value and not (other and getattr(other, name)):
-            continue
+    for name, value, theirs in memory_by_part(plan):
         cells = [name, number(value), bar(value, held.capacity)]
-        made.add_row(*cells, *([number(getattr(other, name))] if other else []))
-    if other and packed:
-        made.add_row("peak", number(held.peak), "", number(other.peak))
-        step = plan.predicted.tokens_per_second_per_device
-        theirs = packed.predicted.tokens_per_second_per_device if packed.predicted else 0.0
-        made.add_row("tokens/s a device", number(step), "", number(theirs))
-        if packed.parallelism != plan.parallelism:
-            return Group(made, Text(f"Packed, the fastest is {shape(packed)}.\n"))
+        made.add_row(*cells, *([number(theirs)] if packed else []))
+    if packed and packed.predicted:
+        speeds = (p.tokens_per_second_per_device for p in (plan.predicted, packed.predicted))
+        ours, theirs = map(number, speeds)
+        made.add_row("peak", number(held.peak), "", number(packed.memory_gib))
+        made.add_row("tokens/s a device", ours, "", theirs)
+        if around_experts(packed) != around_experts(plan):
+            return Group(made, Text(f"Packed, the fastest is {around_experts(packed)}.\n"))
     return made
-
-
-def _parts(memory: Memory) -> dict[str, float]:
-    return {k: v for k, v in asdict(memory).items() if k not in ("peak", "capacity")}
 
 
 def _alternatives(alternatives: list[Alternative]) -> RenderableType:

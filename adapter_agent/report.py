@@ -11,16 +11,18 @@ from adapter_agent import anatomy, figures, plan_figures
 from adapter_agent.block_figure import block_figure
 from adapter_agent.run_directory import RunDirectory
 from adapter_agent.words import (
+    around_experts,
     count,
     details,
     layer_legend,
     layer_pattern,
+    memory_by_part,
+    packed_of,
     parameters_by_part,
     shape,
     size,
 )
 from analyzers.documents import read_document, write_document, write_text
-from analyzers.errors import AdaptError
 
 if TYPE_CHECKING:
     import jinja2
@@ -28,9 +30,7 @@ if TYPE_CHECKING:
     from analyzers.schema import Block, ModelAnalysis
     from codegen.schema import OperatorChoice, OperatorMap
     from runtime.schema import StepMetrics
-    from strategies.answers import EpCurve
-    from strategies.cluster import Cluster
-    from strategies.schema import Job, Memory, Plan, Predicted, StepTime
+    from strategies.schema import Plan, Predicted, StepTime
 
 COMMENT_LIMIT = 65_536
 """Characters that a comment on a pull request may have."""
@@ -56,7 +56,7 @@ def write_report(run: RunDirectory) -> Path:
 
 def write_analysis_page(analysis: ModelAnalysis, name: str, path: Path) -> Path:
     """The report's section on the model as a page of its own."""
-    facts = {"name": name, **_model(analysis), "figures": _figures(analysis, None, None, [])}
+    facts = {"name": name, **_model(analysis), "figures": _figures(analysis, None, [])}
     return write_text(path, render("analysis.html.j2", facts))
 
 
@@ -65,12 +65,13 @@ def render(template: str, facts: dict[str, Any]) -> str:
     return _environment().get_template(template).render(facts)
 
 
-def write_plan_figures(
-    plan: Plan, analysis: ModelAnalysis, cluster: Cluster, job: Job, folder: Path
-) -> list[Path]:
-    """`plan.json`, `plan.html`, and each figure as SVG, and as PNG where resvg-py is installed."""
-    drawn = plan_figures.plan_figures(plan, _curve(analysis, cluster, job))
-    facts = {"name": Path(job.model).name, "plan": plan, "figures": drawn}
+def write_plan_figures(plan: Plan, name: str, folder: Path) -> list[Path]:
+    """`plan.json`, `plan.html`, and each figure as SVG, and as PNG where resvg-py is installed.
+
+    `name` is the model's.
+    """
+    drawn = plan_figures.plan_figures(plan)
+    facts = {"name": name, "plan": plan, "figures": drawn}
     written = [
         write_document(plan, folder / "plan.json"),
         write_text(folder / "plan.html", render("plan.html.j2", facts)),
@@ -101,7 +102,10 @@ def _environment() -> jinja2.Environment:
         shape=shape,
         details=details,
         cell=_cell,
+        around_experts=around_experts,
         by_part=_by_part,
+        memory_by_part=memory_by_part,
+        packed_of=packed_of,
         interval=_interval,
         speeds=_speeds,
         size=size,
@@ -115,7 +119,6 @@ def gather(run: RunDirectory) -> dict[str, Any]:
     from analyzers.schema import ModelAnalysis
     from codegen.schema import KernelSet, OperatorMap
     from runtime.schema import ValidationReport
-    from strategies import load_cluster
     from strategies.schema import Job, Plan
 
     analysis = _document(ModelAnalysis, run / "analysis.json")
@@ -124,9 +127,6 @@ def gather(run: RunDirectory) -> dict[str, Any]:
     steps = run.metrics()
     record = run.record
     job = read_document(Job, run / "job.json")
-    curve = None
-    if analysis and plan and (run / "cluster.yaml").is_file():
-        curve = _curve(analysis, load_cluster(run / "cluster.yaml"), job)
     return {
         "name": Path(str(record.inputs["model"])).name,
         "record": record,
@@ -144,7 +144,7 @@ def gather(run: RunDirectory) -> dict[str, Any]:
         "step_seconds": median(s.step_seconds for s in steps) if steps else None,
         "speed": median(s.tokens_per_second_per_device for s in steps) if steps else None,
         "launch": sorted(f"{p.parent.name}/{p.name}" for p in _files(run, "launch", "exports")),
-        "figures": _figures(analysis, plan, curve, steps),
+        "figures": _figures(analysis, plan, steps),
     }
 
 
@@ -194,7 +194,6 @@ def _choices(operators: OperatorMap) -> list[tuple[OperatorChoice, int]]:
 def _figures(
     analysis: ModelAnalysis | None,
     plan: Plan | None,
-    curve: EpCurve | None,
     steps: list[StepMetrics],
 ) -> dict[str, str]:
     made = {}
@@ -207,7 +206,7 @@ def _figures(
             _spaced(sizes), unit=unit, label="Parameters by part"
         )
     if plan:
-        made |= plan_figures.plan_figures(plan, curve)
+        made |= plan_figures.plan_figures(plan)
     if steps:
         made["loss"] = figures.line_chart(
             [s.step for s in steps],
@@ -226,19 +225,6 @@ def _figures(
     return made
 
 
-def _curve(analysis: ModelAnalysis, cluster: Cluster, job: Job) -> EpCurve | None:
-    """None for a model without experts, and for a job that cannot be planned (any more)."""
-    from strategies.answers import ep_curve
-    from strategies.problem import make_problem
-
-    if analysis.experts is None:
-        return None
-    try:
-        return ep_curve(make_problem(analysis, cluster, job))
-    except AdaptError:
-        return None
-
-
 def _tokens_per_expert(steps: list[StepMetrics]) -> list[list[int]]:
     """Summed over all steps, one row a layer with experts."""
     layers = zip(*(s.tokens_per_expert for s in steps), strict=True)
@@ -249,11 +235,10 @@ def _spaced(parts: dict[str, float]) -> dict[str, float]:
     return {name.replace("_", " "): value for name, value in parts.items()}
 
 
-def _by_part(parts: StepTime | Memory) -> str:
+def _by_part(parts: StepTime) -> str:
     """What is more than a hundredth of all, largest first: `compute 84%, all to all 16%`."""
-    sizes = {k: v for k, v in vars(parts).items() if k not in ("peak", "capacity")}
-    whole = sum(sizes.values()) or 1
-    shown = sorted(_spaced(sizes).items(), key=lambda item: -item[1])
+    whole = sum(vars(parts).values()) or 1
+    shown = sorted(_spaced(vars(parts)).items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {size / whole:.0%}" for name, size in shown if size >= 0.01 * whole)
 
 

@@ -56,6 +56,26 @@ def details(plan: Plan) -> str:
     return said
 
 
+def packed_of(plan: Plan) -> Alternative | None:
+    """The alternative that differs by packed experts alone, where there is one."""
+    return next((a for a in plan.alternatives if a.missing == ["experts held packed"]), None)
+
+
+def around_experts(plan: Plan | Alternative) -> str:
+    """What decides memory beside the format of experts."""
+    recomputation = plan.activation_checkpointing
+    return f"{shape(plan)}, micro-batch {plan.micro_batch_size}, recompute {recomputation}"
+
+
+def memory_by_part(plan: Plan) -> list[tuple[str, float, float]]:
+    """GiB of each part of the plan, and of the plan with packed experts (0 without one)."""
+    packed = packed_of(plan)
+    ours = vars(plan.predicted.memory_gib)
+    theirs = vars(packed.predicted.memory_gib) if packed and packed.predicted else {}
+    rows = [(name, gib, theirs.get(name, 0.0)) for name, gib in ours.items()]
+    return [r for r in rows if r[0] not in ("peak", "capacity") and (r[1] or r[2])]
+
+
 def letters(analysis: ModelAnalysis) -> dict[str, str]:
     """Mixer -> the first letter of its name that no earlier mixer took; a dash for none."""
     found: dict[str, str] = {}

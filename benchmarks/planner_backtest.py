@@ -24,7 +24,7 @@ from analyzers.errors import AdaptError
 from strategies.calibration import backtest
 from strategies.calibration.backtest import VIEWS, Backtest, Score
 from strategies.calibration.cases import cases
-from strategies.calibration.constants import deviations, ranges, write
+from strategies.calibration.constants import ranges, write
 from strategies.calibration.fit import Table, fit
 from strategies.calibration.published import published_runs, read_runs
 
@@ -37,14 +37,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--write-constants", action="store_true")
     parser.add_argument("--expected", action="store_true", help="do not fit: constants as expected")
     options = parser.parse_args(arguments)
+    if options.write_constants and (options.rows or options.expected):
+        parser.error("--write-constants is for the rows of the project alone")
+    if options.output:
+        try:
+            options.output.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            parser.error(f"--output {options.output}: cannot be written: {e.strerror}")
     try:
         known, known_left = cases(published_runs())
         found, left = cases(read_runs(options.rows)) if options.rows else (known, known_left)
-        training = [] if options.expected else known
+        training = [] if options.expected else known if options.rows else None
         predictions, constants = backtest.leave_one_out(found, ranges(), training=training)
         if options.write_constants:
             fitted = fit(Table(known), ranges())
-            write(fitted, constants.values(), deviations(predictions))
+            write(fitted, constants.values(), backtest.deviations(predictions))
     except AdaptError as e:
         print(f"error: {e}", file=sys.stderr)
         return e.exit_status
@@ -55,7 +62,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     data = backtest.as_data(result)
     if options.output:
-        options.output.mkdir(parents=True, exist_ok=True)
         (options.output / "backtest.json").write_text(json.dumps(data, indent=2) + "\n")
         _write_rows(options.output / "rows.csv", data["predictions"])
         _draw(result, options.output / "backtest.html")

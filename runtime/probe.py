@@ -85,7 +85,13 @@ def describe(
     }
     if found["host_gbps"]:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        data["host"] = {"mem_gib": memory / GIB, "d2h_gbps": found["host_gbps"], "share": "node"}
+        data["host"] = {
+            "mem_gib": memory / GIB,
+            "d2h_gbps": found["host_gbps"],
+            "share": "node",
+            "origin": "measured",
+            "source": source,
+        }
     data["nodes"] = {"names": [re.sub(r"[^A-Za-z0-9._-]", "-", host).strip("-._") or "localhost"]}
     if found["collectives"]:
         data["measured"] = [

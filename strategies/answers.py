@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from analyzers.errors import InfeasibleError, InputError
+from analyzers.errors import InputError
 from strategies.alternatives import missing, settings
 from strategies.candidates import DISPATCHERS, RECOMPUTATION, Candidates, Column, columns
 from strategies.cluster import degraded
@@ -16,7 +16,8 @@ from strategies.infeasible import no_layout, nothing_fits
 from strategies.parts import smallest_part
 from strategies.pricing import GIB, CostModel
 from strategies.problem import LONGEST, Problem
-from strategies.solver import Points, price, price_all, solve
+from strategies.schema import EpCell, EpCurve, EpRow, EpWindows
+from strategies.solver import Points, Solution, price, price_all, solve
 from strategies.space import divisors
 
 SEQUENCE_STEP = 128
@@ -50,41 +51,6 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpCell:
-    seconds: float
-    """Of one micro-batch."""
-    memory_gib: float
-    fits: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpRow:
-    tokens_per_rank: int
-    by_ep: dict[int, EpCell]
-    fastest: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpWindows:
-    """EP -> first and last tokens a rank at which it is the fastest, in steps of 4 %."""
-
-    assumed: str
-    windows: dict[int, tuple[int, int]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpCurve:
-    kept: str
-    """The plan of which all but EP, dispatcher and tokens is kept."""
-    rows: list[EpRow]
-    windows: list[EpWindows]
-    """As the plan is priced, then without what hides or repeats communication."""
-    fits_up_to: int
-    """Most tokens a rank that some EP can hold, exactly, of those that are looked at; 0 where none
-    fits."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Degraded:
     """What slower links of one tier cost."""
 
@@ -104,13 +70,15 @@ def fewest_devices(problem: Problem) -> Answer:
 
     Raises InfeasibleError where not even the whole cluster will do.
     """
-    found = smallest_part(problem)
-    if found is None:
-        world = problem.cluster.world_size
-        raise InfeasibleError(f"no plan fits on the {world} devices of {problem.cluster.name}")
-    part, best = found
+    # Where no part will do, neither does the whole, which says why.
+    part, best, tried = smallest_part(problem) or (problem, _require_best(problem), True)
     devices = part.cluster.world_size
-    limit = "on fewer, every plan needs more memory than is safe" if devices > 1 else "one will do"
+    if tried:
+        limit = "on fewer, every plan needs more memory than is safe"
+    elif devices > 1:
+        limit = "fewer cannot be laid out as the job and --fix ask"
+    else:
+        limit = "one will do"
     return _answer(part, best, devices, "devices", limit)
 
 
@@ -126,14 +94,13 @@ def longest_sequence(problem: Problem) -> Answer:
     def tokens(count: int) -> int:
         return min(count * SEQUENCE_STEP, longest)
 
-    def fastest(count: int) -> Points | None:
+    def asked(count: int) -> Problem:
         job = replace(problem.job, sequence_length=tokens(count), global_batch_size=None)
-        fixed = {**problem.fixed, "micro_batch_size": 1}
-        return _best(replace(problem, job=job, fixed=fixed))
+        return replace(problem, job=job, fixed={**problem.fixed, "micro_batch_size": 1})
 
-    count, point = _largest(fastest, most)
+    count, point = _largest(lambda count: _solved(asked(count)).best, most)
     if point is None:
-        raise InfeasibleError(f"not even a sequence of {tokens(1)} tokens fits")
+        point = _require_best(asked(1))  # raises: not even one fits
     if count < most:
         limit = f"one of {tokens(count + 1):,} tokens does not fit"
     elif problem.longest:
@@ -149,14 +116,13 @@ def largest_micro_batch(problem: Problem) -> Answer:
     Raises InfeasibleError.
     """
 
-    def fastest(count: int) -> Points | None:
+    def asked(count: int) -> Problem:
         job = replace(problem.job, global_batch_size=None)
-        fixed = {**problem.fixed, "micro_batch_size": count}
-        return _best(replace(problem, job=job, fixed=fixed))
+        return replace(problem, job=job, fixed={**problem.fixed, "micro_batch_size": count})
 
-    count, point = _largest(fastest, MOST_SEQUENCES)
+    count, point = _largest(lambda count: _solved(asked(count)).best, MOST_SEQUENCES)
     if point is None:
-        raise InfeasibleError("not even a micro-batch of one sequence fits")
+        point = _require_best(asked(1))  # raises: not even one fits
     limit = "one more does not fit" if count < MOST_SEQUENCES else "more are not tried"
     return _answer(problem, point, count, "sequences", limit)
 
@@ -216,8 +182,8 @@ def degraded_links(problem: Problem, scale: float) -> list[Degraded]:
     return found
 
 
-def _best(problem: Problem) -> Points | None:
-    return solve(problem.space(problem.allow), problem.pricing).best
+def _solved(problem: Problem) -> Solution:
+    return solve(problem.space(problem.allow), problem.pricing)
 
 
 def _largest(fastest: Callable[[int], Points | None], most: int) -> tuple[int, Points | None]:
@@ -252,7 +218,7 @@ def _answer(problem: Problem, point: Points, value: int, unit: str, limit: str) 
 
 
 def _require_best(problem: Problem) -> Points:
-    found = solve(problem.space(problem.allow), problem.pricing)
+    found = _solved(problem)
     if not found.plans:
         raise no_layout(problem)
     if found.best is None:

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 
 from analyzers.numbers import number
 from strategies.alternatives import settings
-from strategies.answers import ep_curve, windows_in_words
+from strategies.answers import MOST_TOKENS, windows_in_words
 from strategies.candidates import RECOMPUTATION
 from strategies.problem import Problem
-from strategies.schema import Alternative, Plan, Searched
+from strategies.schema import Alternative, EpCurve, Plan, Searched
 from strategies.solver import Points, step_tokens
-from strategies.space import FEATURES
+from strategies.space import FEATURES, divisors
 
 FULL = RECOMPUTATION.index("full")
 
 
 def explain(
-    plan: Plan, problem: Problem, best: Points, fitting: Points, gains: Mapping[str, Alternative]
+    plan: Plan,
+    problem: Problem,
+    best: Points,
+    fitting: Points,
+    gains: Mapping[str, Alternative],
+    *,
+    allow_idle: bool,
 ) -> list[str]:
-    """Why this plan; `gains` by the feature that the runtime lacks."""
+    """Why this plan; `gains` by the feature that the runtime lacks. With `allow_idle` fewer devices
+    were tried."""
     assert plan.searched
     predicted, p = plan.predicted, plan.parallelism
     step, held, seconds = predicted.step, predicted.memory_gib, predicted.step_seconds
@@ -30,16 +38,15 @@ def explain(
     said = [
         _how_it_was_found(plan.searched, len(fitting)),
         f"{settings(problem, best.plans)}: {number(seconds, 3)} s a step of {tokens:,} tokens "
-        f"({number(low, 3)} to {number(high, 3)} s four times in five), "
+        f"({number(low, 3)} to {number(high, 3)} s about four times in five), "
         f"{predicted.tokens_per_second_per_device:,.0f} tokens/s a device.",
         "Of the step, " + _shares(asdict(step), seconds) + ".",
         f"By bounds alone, before any plan is priced, none that may fit takes less than "
         f"{number(predicted.lower_bound_seconds, 3)} s for these tokens: a gap of "
         f"{predicted.optimality_gap:.0%}, which pricing then closes.",
         f"Peak memory is {held.peak:.1f} of {held.capacity:.1f} GiB ({least:.1f} to {most:.1f} "
-        f"four times in five), {held.frozen_weights:.1f} of it frozen weights over "
-        f"{p.fsdp * p.tp * p.pp} devices; the chance of running out is "
-        f"{predicted.oom_probability:.1%}.",
+        f"about four times in five), {_resident(plan)} over {p.fsdp * p.tp * p.pp} devices; the "
+        f"chance of running out is {predicted.oom_probability:.1%}.",
     ]
     if problem.model.experts and len(fitting):
         speeds: dict[int, float] = {}
@@ -53,8 +60,8 @@ def explain(
             f"A token is exchanged at the experts' own width, {problem.work.expert_width}; best "
             f"tokens/s a device by EP (a divisor of {problem.model.experts} experts): {curve}."
         )
-    if problem.model.experts and p.fsdp * p.tp > 1:
-        said.append(_ep_by_tokens(problem, best))
+    if plan.ep_curve:
+        said.append(_ep_by_tokens(plan.ep_curve, best))
     if gains:
         listed = "; ".join(a.why for a in gains.values())
         said.append(f"Priced, but the runtime cannot run it yet: {listed}.")
@@ -70,14 +77,31 @@ def explain(
     if vain:
         said.append(f"Alone, none of these would save time: {', '.join(vain)}.")
     said += [f"Of the cluster, {note}." for note in problem.cluster.notes]
-    return [*said, _assumptions(problem)]
+    hint = None if allow_idle else _fewer_devices(problem, p.ep)
+    said += [hint] if hint else []
+    return [*said, _assumptions(problem, plan.dispatcher)]
 
 
-def _ep_by_tokens(problem: Problem, best: Points) -> str:
-    curve = ep_curve(problem, like=best.plans)
+def _fewer_devices(problem: Problem, ep: int) -> str | None:
+    """Where the number of devices keeps a larger EP out that fewer devices would allow."""
+    devices, experts = problem.cluster.world_size, problem.model.experts
+    possible = [n for n in divisors(experts) if n <= devices] if experts else []
+    largest = math.gcd(devices, experts)
+    if ep < largest or not possible or largest == possible[-1]:
+        return None
+    return (
+        f"EP {largest} is the largest that divides {experts} experts and {devices} devices; on "
+        f"{devices - devices % possible[-1]} EP {possible[-1]} would: --allow-idle tries fewer "
+        "devices."
+    )
+
+
+def _ep_by_tokens(curve: EpCurve, best: Points) -> str:
     planned, _, bare = (windows_in_words(w.windows) for w in curve.windows)
-    said = f"With the rest of this plan kept, the fastest are {planned}"
-    said += f" (up to {curve.fits_up_to:,} fit)" if curve.fits_up_to else ""
+    said = f"With the rest of this plan kept, the fastest is {planned}"
+    if curve.fits_up_to:
+        fit = f"up to {curve.fits_up_to:,}" if curve.fits_up_to < MOST_TOKENS else "all of them"
+        said += f" ({fit} fit)"
     if bare == planned:
         return f"{said}."
     again = "recomputation repeats the exchange and " if best.plans.recomputation[0] == FULL else ""
@@ -116,10 +140,27 @@ def _shares(step: dict[str, float], seconds: float) -> str:
     )
 
 
-def _assumptions(problem: Problem) -> str:
+def _resident(plan: Plan) -> str:
+    held = plan.predicted.memory_gib
+    if plan.training == "lora":
+        return f"{held.frozen_weights:.1f} of it frozen weights"
+    states = held.trained_weights + held.gradients + held.optimizer
+    return f"{states:.1f} of it weights, gradients and optimizer states"
+
+
+TRAVEL = {
+    "all_to_all": "a token travels once to each rank that holds some of its experts; ",
+    "hierarchical": "a token travels once to each node that holds some of its experts; ",
+    "all_gather": "every token travels to all ranks of its expert-parallel group; ",
+}
+
+
+def _assumptions(problem: Problem, dispatcher: str) -> str:
     routing = problem.job.routing
     if routing.loads:
         spread = "routing as the given histogram"
+        if len(routing.loads) != problem.model.experts:
+            spread += f" of {len(routing.loads)} experts, read by quantile"
     elif routing.exponent:
         spread = f"routing by a power law of exponent {routing.exponent:g}"
     else:
@@ -127,6 +168,6 @@ def _assumptions(problem: Problem) -> str:
     if not problem.model.experts:
         return "Assumed: tensor parallelism lies innermost on the devices."
     return (
-        f"Assumed: {spread}; a token travels once to each rank that holds some of its experts; "
-        "tensor parallelism lies innermost on the devices."
+        f"Assumed: {spread}; {TRAVEL.get(dispatcher, '')}tensor parallelism lies innermost on the "
+        "devices."
     )

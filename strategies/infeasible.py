@@ -79,11 +79,12 @@ def nothing_fits(problem: Problem, table: Points) -> InfeasibleError:
         for name in problem.features
         if name not in problem.allow and solve(problem.space(require=name), pricing).best
     ]
+    allowed, without = (", with --allow or not", " without it") if problem.allow else ("", "")
     advice = _advice(problem, _least_devices(point, held, capacity))
     if helps:
         advice += f"; it would fit with what the runtime cannot run yet: {', '.join(helps)}"
     return InfeasibleError(
-        f"no plan fits in device memory: the leanest of {len(table)} "
+        f"no plan fits in device memory{allowed}: the leanest of {len(table)}{without} "
         f"({settings(problem, point.plans)}) needs {peak:.1f} of {capacity:.1f} GiB a device, "
         f"{verdict}; GiB by part: {shown} "
         f"({advice})"

@@ -43,12 +43,15 @@ def fastest_part(problem: Problem) -> Problem:
     return best
 
 
-def smallest_part(problem: Problem) -> tuple[Problem, Points] | None:
-    """The problem on the fewest devices that some plan fits, with its fastest plan."""
+def smallest_part(problem: Problem) -> tuple[Problem, Points, bool] | None:
+    """The problem on the fewest devices that some plan fits, its fastest plan, and whether there
+    were plans for fewer that do not fit."""
+    tried = False
     for part in reversed(list(parts(problem.cluster))):
         found = _solved(problem.on(part), np.inf)
         if found and found.best:
-            return problem.on(part), found.best
+            return problem.on(part), found.best, tried
+        tried |= found is not None
     return None
 
 

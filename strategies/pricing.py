@@ -6,8 +6,6 @@ import math
 from dataclasses import fields, replace
 from typing import Any
 
-import numpy as np
-
 from strategies import cost
 from strategies.candidates import (
     DISPATCHERS,
@@ -33,9 +31,13 @@ class CostModel:
     """`strategies.cost` for one model on one cluster: a `solver.Pricing`."""
 
     def __init__(
-        self, work: Workload, cluster: Cluster, constants: cost.Constants | None = None
+        self,
+        work: Workload,
+        cluster: Cluster,
+        constants: cost.Constants | None = None,
+        pace: float = 1.0,
     ) -> None:
-        self.work, self.cluster = work, cluster
+        self.work, self.cluster, self.pace = work, cluster, pace
         self.even = replace(work, routing=BALANCED)
         self.constants = constants or cost.load_constants()
         self.deviations = cost.load_deviations()
@@ -43,23 +45,16 @@ class CostModel:
 
     def evaluate(self, c: Candidates) -> Prices:
         costs = cost.evaluate(self.work, self.cluster, c, self.constants)
-        deviation = self._deviation(costs.memory)
-        return Prices(seconds=costs.seconds, peak=costs.peak, deviation=deviation)
+        return Prices(seconds=self.pace * costs.seconds, peak=costs.peak, deviation=costs.deviation)
 
     def time_bound(self, c: Candidates, *, even: bool = False) -> Column:
         work = self.even if even else self.work
-        return cost.time_bound(work, self.cluster, c, self.constants)
+        return self.pace * cost.time_bound(work, self.cluster, c, self.constants)
 
     def memory_bound(self, c: Candidates, *, even: bool = False) -> Column:
         work = self.even if even else self.work
         least = cost.memory_bound(work, self.cluster, c, self.constants)
-        return least.peak + QUANTILE * self._deviation(least)
-
-    def _deviation(self, held: cost.Bytes) -> Column:
-        """Resident state is predicted closely, what comes and goes less so; errors independent."""
-        known = held.state + held.reserved
-        d = self.deviations
-        return np.hypot(d.state * known, d.transient * (held.peak - known))
+        return least.peak * (1 + QUANTILE * self.deviations.peak)
 
     def predicted(self, point: Points, bound: float) -> Predicted:
         """What a plan states of one point; `bound` in seconds a token of the cluster."""
@@ -73,7 +68,9 @@ class CostModel:
         return Predicted(
             step_seconds=seconds,
             step=StepTime(
-                **_first({f.name: getattr(costs.time, f.name) for f in fields(costs.time)})
+                **_first(
+                    {f.name: self.pace * getattr(costs.time, f.name) for f in fields(costs.time)}
+                )
             ),
             tokens_per_second_per_device=1 / float(point.per_token[0]) / devices,
             memory_gib=Memory(

@@ -36,10 +36,12 @@ class Problem:
     """Tokens that the model takes at most, where it says."""
     constants: Constants | None = None
     """Of the cost model; None for those that published runs fitted."""
+    pace: float = 1.0
+    """Times as long as the cost model says that everything takes here: `Refit.unexplained`."""
 
     @property
     def pricing(self) -> CostModel:
-        return CostModel(self.work, self.cluster, self.constants)
+        return CostModel(self.work, self.cluster, self.constants, self.pace)
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -53,6 +55,7 @@ class Problem:
             "mapping": len(self.cluster.tiers) == 1 or not self.model.experts,
             "hierarchical": len(self.cluster.tiers) == 1 or not self.model.experts,
             **dict.fromkeys(SKEW, even or not self.model.experts),
+            "offload": self.cluster.host is None,
         }
         return tuple(f for f in FEATURES if not absent.get(f, False))
 
@@ -73,6 +76,7 @@ def make_problem(
     fixed: Mapping[str, int] | None = None,
     allow: Collection[str] = (),
     constants: Constants | None = None,
+    pace: float = 1.0,
 ) -> Problem:
     """`fixed` comes on top of what the job fixes. Raises InputError for what cannot be."""
     fixed = {**job.fixed, **(fixed or {})}
@@ -84,7 +88,7 @@ def make_problem(
     model = model_of(analysis)
     _check_fixed(model, cluster, fixed, allow)
     longest = analysis.max_sequence_length
-    return Problem(model, cluster, job, work, fixed, frozenset(allow), longest, constants)
+    return Problem(model, cluster, job, work, fixed, frozenset(allow), longest, constants, pace)
 
 
 def check_features(allow: Collection[str]) -> None:

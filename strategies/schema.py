@@ -155,7 +155,7 @@ class Predicted:
     """(step_seconds - lower_bound_seconds) / step_seconds. The bound holds for every plan of the
     space and is known before any is priced; the search then proves that none of them is faster."""
     step_seconds_interval: tuple[float, float] | None = None
-    """In which the measured step lies four times in five, by the back-test's errors."""
+    """In which the measured step lies about four times in five, by the back-test's errors."""
     memory_gib_interval: tuple[float, float] | None = None
     """The same for the peak."""
 
@@ -187,6 +187,43 @@ class Cell:
     tokens_per_second_per_device: float
     memory_gib: float
     oom_probability: float
+
+
+@document
+class EpCell:
+    seconds: float
+    """Of one micro-batch."""
+    memory_gib: float
+    fits: bool
+
+
+@document
+class EpRow:
+    tokens_per_rank: int
+    by_ep: dict[int, EpCell]
+    fastest: int
+
+
+@document
+class EpWindows:
+    """EP -> first and last tokens a rank at which it is the fastest, in steps of 4 %."""
+
+    assumed: str
+    windows: dict[int, tuple[int, int]]
+
+
+@document
+class EpCurve:
+    """Seconds by EP over the tokens of a rank, and where another EP becomes better."""
+
+    kept: str
+    """The plan of which all but EP, dispatcher and tokens is kept."""
+    rows: list[EpRow]
+    windows: list[EpWindows]
+    """As the plan is priced, then without what hides or repeats communication."""
+    fits_up_to: int
+    """Most tokens a rank that some EP can hold, exactly, of those that are looked at; 0 where none
+    fits."""
 
 
 @document
@@ -225,6 +262,8 @@ class Refit:
     overload: float | None
     """Tokens of the fullest expert-parallel rank over the mean, by the experts' measured loads."""
     overload_planned: float | None
+    unexplained: float = 1.0
+    """Times as long as with these constants that a step took; plans are priced with it too."""
     constants: dict[str, Change] = field(default_factory=dict)
     """Those that moved."""
     said: list[str] = field(default_factory=list)
@@ -273,6 +312,8 @@ class Plan:
     """Family of plans that was not chosen, e.g. `EP 8` -> the limit that binds it."""
     survey: list[Cell] = field(default_factory=list)
     """Every EP and micro-batch that was priced."""
+    ep_curve: EpCurve | None = None
+    """Where this plan with another EP is better; None where it can have none."""
     searched: Searched | None = None
     searched_beyond: Searched | None = None
     """The same for the space with everything that the runtime lacks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from strategies.alternatives import (
     missing,
     pareto_alternatives,
 )
+from strategies.answers import ep_curve
 from strategies.cluster import Cluster
 from strategies.cost import Constants
 from strategies.explain import explain
@@ -22,7 +24,7 @@ from strategies.infeasible import no_layout, nothing_fits
 from strategies.parts import fastest_part
 from strategies.pricing import plan_fields
 from strategies.problem import Problem, make_problem
-from strategies.schema import Alternative, Job, Plan, Searched
+from strategies.schema import Alternative, EpCurve, Job, Plan, Searched
 from strategies.solver import Points, Solution, price_all, solve, step_tokens
 from strategies.space import FEATURES
 
@@ -39,16 +41,18 @@ def search(
     allow: Collection[str] = (),
     allow_idle: bool = False,
     constants: Constants | None = None,
+    pace: float = 1.0,
 ) -> Plan:
     """The plan with the fewest seconds per token among all that fit.
 
     `fixed` forces values of the parallelism or of `micro_batch_size`, e.g. `{"ep": 2}`, on top of
     those of the job. `allow` names FEATURES that the runtime cannot run and the plan may use all
     the same; what the others would gain is told as alternatives. `allow_idle` also tries fewer
-    devices. `constants` replaces those that published runs fitted, e.g. by a finished run's.
+    devices. `constants` replaces those that published runs fitted, e.g. by a finished run's, and
+    every time is multiplied by `pace`, which such a run leaves unexplained.
     Raises InputError for a job or a forced value that cannot be, InfeasibleError when nothing fits.
     """
-    problem = make_problem(analysis, cluster, job, fixed, allow, constants)
+    problem = make_problem(analysis, cluster, job, fixed, allow, constants, pace)
     if allow_idle:
         problem = fastest_part(problem)
     best, bound, searched, table = _fastest(problem)
@@ -70,6 +74,7 @@ def search(
         rejected=_rejected(problem, table, searched),
         families=families(problem, table, best, predicted) if len(table) else {},
         survey=cells(problem, table),
+        ep_curve=_ep_curve(problem, best),
         searched=searched,
         searched_beyond=beyond,
         origins=problem.pricing.origins(best.plans),
@@ -82,7 +87,9 @@ def search(
         idle_devices=cluster.world_size - used.world_size,
         **plan_fields(best.plans, used.device.training_dtype, experts=problem.model.experts),
     )
-    return replace(plan, explanation=explain(plan, problem, best, fitting, gains))
+    return replace(
+        plan, explanation=explain(plan, problem, best, fitting, gains, allow_idle=allow_idle)
+    )
 
 
 def _fastest(problem: Problem) -> tuple[Points, float, Searched, Points]:
@@ -109,6 +116,13 @@ def _fastest(problem: Problem) -> tuple[Points, float, Searched, Points]:
     if best is None:
         raise nothing_fits(problem, table)
     return best, bound, searched, table
+
+
+def _ep_curve(problem: Problem, best: Points) -> EpCurve | None:
+    """None where every plan like the best has the same EP."""
+    shards = int(best.plans.fsdp[0] * best.plans.tp[0])
+    several = math.gcd(shards, problem.model.experts) > 1
+    return ep_curve(problem, like=best.plans) if several and problem.model.experts else None
 
 
 def _searched(found: Solution) -> Searched:

@@ -79,6 +79,7 @@ def twin(plan: Plan, analysis: ModelAnalysis, world_size: int, backend: Backend)
         rejected={},
         families={},
         survey=[],
+        ep_curve=None,
         searched=None,
         explanation=[
             f"Twin of the plan for {plan.world_size} devices of {plan.cluster}; the links between "

@@ -15,7 +15,7 @@ import numpy as np
 
 from strategies.calibration.cases import Case
 from strategies.calibration.fit import Range, Table, fit
-from strategies.cost.constants import Constants, load_deviations
+from strategies.cost.constants import Constants, Deviations, load_deviations
 from strategies.pricing import FOUR_IN_FIVE
 
 ENOUGH = 5
@@ -28,8 +28,9 @@ class Prediction:
     seconds: float
     peak_gib: float
     """As the row's memory was counted."""
-    state_gib: float
     oom_probability: float
+    deviations: Deviations = field(default_factory=load_deviations)
+    """Of the interval that is held against the row."""
 
     @property
     def step_time_error(self) -> float | None:
@@ -43,19 +44,18 @@ class Prediction:
 
     @property
     def step_time_inside(self) -> bool | None:
-        """Whether the measured time lies where a plan says that four in five do."""
+        """Whether the measured time lies in the interval of the predicted one."""
         error = self.step_time_error
         if error is None:
             return None
-        return abs(np.log1p(error)) <= FOUR_IN_FIVE * load_deviations().seconds
+        return abs(np.log1p(error)) <= FOUR_IN_FIVE * self.deviations.seconds
 
     @property
     def peak_memory_inside(self) -> bool | None:
         if self.case.peak_gib is None:
             return None
-        d, rest = load_deviations(), self.peak_gib - self.state_gib
-        deviation = np.hypot(d.state * self.state_gib, d.transient * rest)
-        return abs(self.peak_gib - self.case.peak_gib) <= FOUR_IN_FIVE * deviation
+        reach = FOUR_IN_FIVE * self.deviations.peak * self.peak_gib
+        return abs(self.peak_gib - self.case.peak_gib) <= reach
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,8 @@ class Score:
     step_time_bias: float | None
     """Median of the signed error."""
     step_time_inside: float | None
-    """Share of the rows that lie in the interval that a plan prints for four in five."""
+    """Share of the rows that lie in their interval: that which a plan would print if its width had
+    been set by the other sources alone."""
     peak_memory_rows: int
     peak_memory_median_error: float | None
     peak_memory_p90_error: float | None
@@ -105,7 +106,6 @@ def predict(cases: Sequence[Case], constants: Constants) -> list[Prediction]:
             case=case,
             seconds=float(found.seconds[i]),
             peak_gib=float(found.peak_gib[i]),
-            state_gib=float(found.state_gib[i]),
             oom_probability=float(found.oom_probability[i]),
         )
         for i, case in enumerate(cases)
@@ -117,8 +117,11 @@ def leave_one_out(
     ranges: dict[str, Range],
     training: Sequence[Case] | None = None,
 ) -> tuple[list[Prediction], dict[str, Constants]]:
-    """Predicts each organisation's cases with constants fitted to all others of `training` (the
-    cases themselves where none are given)."""
+    """Predicts each organisation's cases with constants fitted to all others of `training`.
+
+    Without it to all others of the cases; the width of its intervals is then what these others
+    show, each predicted from the rest of them. With it intervals are as wide as those of a plan.
+    """
     learned = list(cases if training is None else training)
     found: list[Prediction] = []
     constants: dict[str, Constants] = {}
@@ -131,8 +134,30 @@ def leave_one_out(
             # Nothing of a new source is among them: one fit does for all new ones.
             constants[name] = to_all = to_all or fit(Table(others), ranges)
         found += predict([c for c in cases if c.source == name], constants[name])
+    if training is None:
+        for name in constants:
+            others = [c for c in cases if c.source != name]
+            width = deviations(leave_one_out(others, ranges, training=others)[0])
+            found = [
+                dataclasses.replace(p, deviations=width) if p.case.source == name else p
+                for p in found
+            ]
     order = {id(c): i for i, c in enumerate(cases)}
     return sorted(found, key=lambda p: order[id(p.case)]), constants
+
+
+def deviations(predictions: Sequence[Prediction]) -> Deviations:
+    """Those whose intervals hold four of five of these rows: 80th percentiles of the errors, so
+    that nothing is assumed of their distribution but that it is even-sided."""
+    time = [abs(np.log1p(p.step_time_error)) for p in predictions if p.step_time_error is not None]
+    peak = [
+        abs(p.case.peak_gib / p.peak_gib - 1) for p in predictions if p.case.peak_gib is not None
+    ]
+    known = Deviations()
+    return Deviations(
+        seconds=float(np.quantile(time, 0.8)) / FOUR_IN_FIVE if time else known.seconds,
+        peak=float(np.quantile(peak, 0.8)) / FOUR_IN_FIVE if peak else known.peak,
+    )
 
 
 def score(predictions: Iterable[Prediction]) -> Score:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 from importlib import resources
 from pathlib import Path
 
-import numpy as np
 import yaml
 
 from analyzers.documents import write_text
-from strategies.calibration.backtest import Prediction
 from strategies.calibration.fit import Range
 from strategies.cost.constants import Constants, Deviations
 
@@ -20,7 +18,8 @@ HEADER = """\
 # published run was seen, from measurements of kernels and collectives; `value` is fitted to the
 # published runs (python benchmarks/planner_backtest.py --write-constants), `interval` is between
 # the least and the largest value when each source is left out in turn.
-# `deviations`: relative errors (one standard deviation) of rows whose source was not in the fit.
+# `deviations`: of a normal error (of the logarithm of the step time; of the peak memory, relative),
+# so that it holds four of five errors of rows whose source was not in the fit.
 """
 
 
@@ -35,28 +34,6 @@ def ranges() -> dict[str, Range]:
         )
         for f in fields(Constants)
     }
-
-
-def deviations(predictions: Sequence[Prediction]) -> Deviations:
-    """From the 68th percentile of the errors of held-out rows, which for normal errors is their
-    standard deviation and for others is not ruled by a few. Memory: of the part of the peak that is
-    no weight, gradient or optimizer state, whose own deviation stays as assumed."""
-    time = [abs(np.log1p(p.step_time_error)) for p in predictions if p.step_time_error is not None]
-    known = Deviations()
-    transient = [
-        abs(p.peak_gib - p.case.peak_gib) / max(p.peak_gib - p.state_gib, 1e-9)
-        for p in predictions
-        if p.case.peak_gib
-    ]
-    return Deviations(
-        seconds=_percentile(time, known.seconds),
-        state=known.state,
-        transient=_percentile(transient, known.transient),
-    )
-
-
-def _percentile(errors: list[float], otherwise: float) -> float:
-    return float(np.quantile(errors, 0.68)) if errors else otherwise
 
 
 def write(fitted: Constants, left_out: Iterable[Constants], found: Deviations) -> Path:

@@ -89,8 +89,6 @@ class Predicted:
     seconds: np.ndarray
     peak_gib: np.ndarray
     """As the row's memory was counted: by the allocator, or by the driver."""
-    state_gib: np.ndarray
-    """Of it, weights, gradients and optimizer states."""
     oom_probability: np.ndarray
 
 
@@ -134,7 +132,6 @@ class Table:
                 columns = {
                     "seconds": costs.seconds,
                     "peak_gib": counted / GIB,
-                    "state_gib": costs.memory.state / GIB,
                     "oom_probability": costs.oom_probability,
                 }
                 at = np.ix_(np.arange(start, start + len(some)), batch.rows)

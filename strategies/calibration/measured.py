@@ -2,7 +2,7 @@
 
 One run says one step time and one peak, so the constants move together, each as far as it was
 uncertain and as the time depends on it, and none beyond what is physical. What they cannot explain
-is told as a factor: then a fact of the devices or links is wrong, which a probe would show.
+is a factor on all times: then a fact of the devices or links is wrong, which a probe would show.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ def refit(
         peak_gib_after=float(new.peak_gib[0]),
         overload=device_overload(Routing(loads=loads), experts, ep) if loads and ep > 1 else None,
         overload_planned=device_overload(planned, experts, ep) if loads and ep > 1 else None,
+        unexplained=seconds / float(new.seconds[0]),
         constants=moved,
     )
     return after, dataclasses.replace(found, said=_sentences(found))
@@ -137,11 +138,12 @@ def _sentences(found: Refit) -> list[str]:
         said.append(f"{name} moved from {change.before:.3g} to {change.after:.3g}.")
     if not found.constants:
         said.append("No constant had to move.")
-    rest = found.step_seconds / found.step_seconds_after
+    rest = found.unexplained
     if max(rest, 1 / rest) > TOLD:
         said.append(
             f"A factor of {rest:.2f} is left that no physical value explains: a rate of the device "
-            "or of a link differs from its file (adapt cluster probe measures them)."
+            "or of a link differs from its file (adapt cluster probe measures them). All times "
+            "here are multiplied by it."
         )
     if found.peak_gib is not None:
         said.append(

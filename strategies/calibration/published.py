@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import functools
+import io
 import math
 import re
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from pathlib import Path
 from types import UnionType
 
 from analyzers.errors import InputError
+from strategies.cluster.reading import read_text
 
 FOLDER = resources.files("strategies.calibration")
+MAX_BYTES = 64 * 2**20
 NOT_USED = ("n/a", "-")
 """How tables write the degree of an axis that a run does not use."""
 
@@ -110,13 +113,9 @@ def read_runs(path: str | Path) -> list[PublishedRun]:
     Raises InputError that names the row and the column of a cell that is not what its column holds.
     """
     path = Path(path)
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as f:
-            return _rows(path, csv.reader(f, strict=True))
-    except FileNotFoundError as e:
-        raise InputError(path, fault="does not exist", fix="--rows FILE.csv") from e
-    except (OSError, UnicodeDecodeError) as e:
-        raise InputError(path, fault=f"cannot be read: {e}", fix="save it as UTF-8 text") from e
+    text = read_text(path, MAX_BYTES, missing="--rows FILE.csv", larger="split it")
+    lines = io.StringIO(text.removeprefix("\ufeff"), newline="")
+    return _rows(path, csv.reader(lines, strict=True))
 
 
 def _rows(path: Path, reader) -> list[PublishedRun]:

@@ -116,6 +116,9 @@ class Host:
     """GB/s (1e9) of one device to host memory, one direction."""
     share: Literal["node", "device"] = "node"
     """Whose `mem_gib` is: the node's, divided by its devices, or one device's own."""
+    origin: str = "spec"
+    """Of both numbers."""
+    source: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -135,7 +135,7 @@ def _without(yaml: YamlFile, cluster: Cluster, faults: _Faults) -> tuple[Cluster
     shape = " x ".join(str(s) for s in left.sizes)
     note = (
         f"{total} of {cluster.world_size} devices are used, as {shape}: "
-        f"{', '.join(compress_hostlist(lost))} have devices that are down"
+        f"devices are down on {', '.join(compress_hostlist(lost))}"
     )
     working: dict[tuple[int, ...], tuple[str, ...]] = {}
     for i in left.nodes:

@@ -59,6 +59,8 @@ class HostEntry(Strict):
     mem_gib: Positive
     d2h_gbps: Positive
     share: Literal["node", "device"] = "node"
+    origin: Origin = "spec"
+    source: Line = ""
 
 
 class NodesEntry(Strict):
@@ -66,7 +68,7 @@ class NodesEntry(Strict):
 
 
 class MeasuredEntry(Strict):
-    within: str
+    within: Annotated[str, Field(max_length=100)]
     op: Operation
     devices: Annotated[
         list[Annotated[int, Field(ge=2, le=1_000_000)]],
@@ -104,7 +106,7 @@ class ImportEntry(Strict):
 class TopologyFile(Strict):
     version: Literal[1]
     name: Name
-    device: str
+    device: Annotated[str, Field(max_length=100)]
     tiers: list[TierEntry] | None = Field(default=None, min_length=1, max_length=16)
     device_overrides: DeviceOverridesEntry | None = None
     host: HostEntry | None = None

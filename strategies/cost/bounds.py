@@ -76,4 +76,4 @@ def memory_bound(
         offload=np.ones(len(c), bool),
     )
     load = routed(work, c)
-    return memory(work, leanest, cluster.device, stages(work, c), k, load)
+    return memory(work, leanest, cluster, stages(work, c), k, load)

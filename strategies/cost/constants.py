@@ -44,11 +44,12 @@ class Constants:
 
 @dataclass(frozen=True, kw_only=True)
 class Deviations:
-    """Relative errors (one standard deviation) that the back-test found."""
+    """Errors that the back-test found, as standard deviations."""
 
     seconds: float = 0.25
-    state: float = 0.02
-    transient: float = 0.25
+    """Of the logarithm of the step time."""
+    peak: float = 0.12
+    """Of the peak memory, relative to the predicted one."""
 
 
 @functools.cache

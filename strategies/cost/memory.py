@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from analyzers.backends import Backend
 from strategies.candidates import DISPATCHERS, Candidates, Column
+from strategies.cluster import Cluster
 from strategies.cluster.model import GIB
 from strategies.cost.columns import at, total
 from strategies.cost.communication import PARTIAL_SUM_BYTES
@@ -77,16 +77,18 @@ class Bytes:
 def memory(
     work: Workload,
     c: Candidates,
-    device: Backend,
+    cluster: Cluster,
     stages: Stages,
     k: Constants,
     load: Routed,
 ) -> Bytes:
     """The largest moments of different parts are added although they need not coincide (logits live
     when no block is recomputed), so the peak errs upwards."""
+    device = cluster.device
     size = 2 if device.training_dtype == "bfloat16" else 4
     full = work.training == "full"
     frozen, trained, gradients, optimizer = resident(work, c, size, stages)
+    optimizer = np.where(offloaded(c, optimizer, cluster), 0.0, optimizer)
     unsharded = _unsharded(work, c, size, stages)
     kept, block = _activations(work, c, size, stages, load, k)
     logits = c.tokens * work.vocab_size / c.tp * float(LOGIT_BYTES + 2 * work.loss_size)
@@ -142,8 +144,13 @@ def resident(
     state: State = work.state
     kept = whole / dense_shards + whole_experts / expert_shards
     owned = whole / c.fsdp + whole_experts / c.efsdp
-    optimizer = np.where(c.offload, 0.0, owned * state.optimizer)
-    return frozen, kept * state.weight, kept * state.gradient, optimizer
+    return frozen, kept * state.weight, kept * state.gradient, owned * state.optimizer
+
+
+def offloaded(c: Candidates, optimizer: Column, cluster: Cluster) -> Column:
+    """Which rows hold their optimizer states, bytes of a device, in host memory: those that are to
+    and whose host has room for them. The others keep them."""
+    return c.offload & (optimizer <= cluster.host_bytes)
 
 
 def owned_parameters(work: Workload, c: Candidates, stages: Stages) -> Column:

@@ -22,14 +22,12 @@ from strategies.cost.communication import (
 from strategies.cost.compute import Rates, rates, routed
 from strategies.cost.constants import Constants, Deviations, load_constants, load_deviations
 from strategies.cost.layers import MICRO_BATCH_COLUMNS, Layers, forward_passes, micro_batch
-from strategies.cost.memory import GIB, Bytes, memory, owned_parameters
+from strategies.cost.memory import GIB, Bytes, memory, offloaded, owned_parameters
 from strategies.cost.stages import Stages, stages, straggler
 
 if TYPE_CHECKING:
     from strategies.workload import Workload
 
-HOST_GBPS = 25.0
-"""Device to host where the cluster does not say (PCIe 4 x16, the usual achieved rate)."""
 BODY_COLUMNS = (
     *MICRO_BATCH_COLUMNS,
     *("pp", "dp_replicate", "fsdp", "dispatcher", "reshard_after_forward"),
@@ -78,20 +76,14 @@ class Costs:
         return self.memory.peak
 
     @property
-    def transient(self) -> Column:
-        """Of the peak, all but resident state and runtime: what is predicted less closely."""
-        return self.peak - self.memory.state - self.memory.reserved
+    def deviation(self) -> Column:
+        """Standard deviation of the real peak, taken as normal around the predicted one, bytes."""
+        return self.deviations.peak * self.peak
 
     @property
     def oom_probability(self) -> Column:
-        """Chance that the real peak exceeds the capacity.
-
-        The real peak is taken as normal around the predicted one, with independent relative errors
-        of the resident state and of the rest.
-        """
-        d, rest = self.deviations, self.transient
-        deviation = np.hypot(d.state * (self.peak - rest), d.transient * rest)
-        return _above(self.peak, deviation, self.capacity)
+        """Chance that the real peak exceeds the capacity."""
+        return _above(self.peak, self.deviation, self.capacity)
 
 
 def _above(mean: Column, deviation: Column, limit: Column) -> Column:
@@ -115,7 +107,7 @@ def evaluate(
     placed = stages(work, c)
     load = routed(work, c)
     time = _seconds(work, cluster, c, k, known, placed)
-    held = memory(work, c, cluster.device, placed, k, load)
+    held = memory(work, c, cluster, placed, k, load)
     return Costs(
         time=time,
         memory=held,
@@ -263,9 +255,12 @@ def _update(
     they are offloaded."""
     owned, state = owned_parameters(work, c, placed), work.state
     touched = state.gradient + 2 * state.optimizer + 2 * state.weight
-    host = cluster.host.d2h_gbps if cluster.host else HOST_GBPS
-    moved = np.where(c.offload, 2 * owned * state.optimizer / (host * 1e9), 0.0)
-    return owned * touched / known.bandwidth + moved
+    update = owned * touched / known.bandwidth
+    if cluster.host is None:
+        return update
+    states = owned * state.optimizer
+    moved = 2 * states / (cluster.host.d2h_gbps * 1e9)
+    return update + np.where(offloaded(c, states, cluster), moved, 0.0)
 
 
 def sends(work: Workload, c: Candidates, cluster: Cluster, size: int) -> Column:

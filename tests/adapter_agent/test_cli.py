@@ -108,6 +108,13 @@ def test_help_imports_nothing_heavy():
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
 
 
+def test_python_runs_the_package_as_the_command():
+    command = [sys.executable, "-m", "adapter_agent", "plan", "nowhere", "--cluster", str(CLUSTER)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: nowhere: no such folder (give the folder of a model)\n"
+
+
 def test_a_mistyped_command_is_met_with_the_right_one(adapt):
     status, _, err = adapt("analyse", MODEL)
     assert status == 2

@@ -31,6 +31,9 @@ def test_show_prints_the_tree_and_every_number_with_its_origin():
     assert any("pooled memory" in line and "16384" in line for line in text.splitlines())
     assert any("host memory of a device" in line and "384" in line for line in text.splitlines())
     assert "146 GB/s" in text
+    probed = adapt("show", SAMPLES / "probe-h200-x2.yaml").splitlines()
+    for words in (("host memory", "125.9", "251.769 GiB a node"), ("copy to the host", "52.9")):
+        assert any(all(w in line for w in (*words, "measured")) for line in probed)
     assert json.loads(adapt("show", SUPERNODE, "--json"))["tiers"][1]["devices"] == 128
 
 

@@ -232,5 +232,15 @@ def test_idle_devices_are_no_part_of_a_question(plan):
     assert "--allow-idle" in err
 
 
-def test_one_device_is_one(plan):
+def test_a_scale_of_links_is_no_part_of_a_plan(plan):
+    """It was taken and changed nothing."""
+    status, _, err = plan("--link-scale", "0.3")
+    assert (status, "--link-scale is for --ask degraded-links" in err) == (2, True)
+
+
+def test_one_device_is_one(plan, tmp_path):
+    lone = CLUSTER.read_text().replace("size: 2", "size: 1")
+    (tmp_path / "one.yaml").write_text(lone)
+    out = plan(cluster=tmp_path / "one.yaml")[1]
+    assert out.startswith("one device of two-ranks\n")
     assert plan("--ask", "fewest-devices")[1].startswith("1 device\n")

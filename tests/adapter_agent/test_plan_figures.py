@@ -12,8 +12,17 @@ from adapter_agent import figures, plan_figures, report
 from adapter_agent.plan_picture import picture
 from analyzers.documents import read_document
 from strategies import load_cluster, search
-from strategies.answers import EpCell, EpCurve, EpRow, EpWindows
-from strategies.schema import Alternative, Cell, Job, Parallelism, Plan
+from strategies.schema import (
+    Alternative,
+    Cell,
+    EpCell,
+    EpCurve,
+    EpRow,
+    EpWindows,
+    Job,
+    Parallelism,
+    Plan,
+)
 from tests.adapter_agent import samples
 from tests.analyses import dense_model, tiny_kimi_linear
 
@@ -83,7 +92,10 @@ def curve():
 
 @pytest.fixture(scope="module")
 def drawn(plan, curve):
-    return {k: ET.fromstring(v) for k, v in plan_figures.plan_figures(plan, curve).items()}
+    return {
+        k: ET.fromstring(v)
+        for k, v in plan_figures.plan_figures(replace(plan, ep_curve=curve)).items()
+    }
 
 
 def titles(root, *tags):
@@ -101,7 +113,7 @@ def test_every_figure_is_labelled_and_every_mark_says_what_it_is(drawn):
 
 
 def test_without_data_a_figure_is_left_out(plan):
-    assert list(plan_figures.plan_figures(replace(plan, survey=[]), None)) == ["step", "memory"]
+    assert list(plan_figures.plan_figures(replace(plan, survey=[]))) == ["step", "memory"]
 
 
 def ends(root, name):
@@ -124,7 +136,7 @@ def test_memory_is_drawn_to_the_scale_of_what_the_device_has(drawn):
     held = ends(drawn["memory"], "the plan") - plan_figures.LEFT
     assert held / at == pytest.approx(1.5 / 4.0, abs=1e-3)
     assert limit.findtext("title") == "the device has 4 GiB"
-    assert "1.2 to 1.9 GiB four times in five" in titles(drawn["memory"], "path")
+    assert "1.2 to 1.9 GiB about four times in five" in titles(drawn["memory"], "path")
 
 
 def test_what_cannot_be_run_yet_is_pale(drawn):
@@ -185,7 +197,7 @@ def test_windows_meet_in_the_strip(drawn):
 
 def test_a_file_of_a_figure_needs_no_page(plan, curve):
     style = report.render("style.css.j2", {})
-    for figure in plan_figures.plan_figures(plan, curve).values():
+    for figure in plan_figures.plan_figures(replace(plan, ep_curve=curve)).values():
         alone = figures.standalone(figure, style)
         assert "var(" not in alone
         assert ET.fromstring(alone).tag == "{http://www.w3.org/2000/svg}svg"
@@ -204,7 +216,7 @@ def test_a_searched_plan_is_written_with_its_page_and_figures(tmp_path):
     )
     job = replace(job, sequence_length=256)
     found = search(analysis, cluster, job)
-    written = report.write_plan_figures(found, analysis, cluster, job, tmp_path)
+    written = report.write_plan_figures(found, "tiny", tmp_path)
     names = ["plan.json", "plan.html", "step.svg", "memory.svg", "survey.svg", "curve.svg"]
     assert [p.name for p in written if p.suffix != ".png"] == names
     assert read_document(Plan, tmp_path / "plan.json") == found
@@ -228,7 +240,7 @@ def test_of_a_dense_model_nothing_is_said_of_experts(tmp_path):
     job = Job(model="m", cluster="c", backend="h200", sequence_length=4096)
     plan = search(dense, cluster, job)
     assert plan.expert_weight_format is None
-    report.write_plan_figures(plan, dense, cluster, job, tmp_path)
+    report.write_plan_figures(plan, "dense", tmp_path)
     assert not (tmp_path / "survey.svg").exists()
     console = Console(file=io.StringIO(), width=200)
     console.print(picture(plan))

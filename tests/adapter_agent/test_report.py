@@ -4,11 +4,12 @@ from html.parser import HTMLParser
 
 import pytest
 
+from adapter_agent.measured import with_refit
 from adapter_agent.report import COMMENT_LIMIT, write_analysis_page, write_report
 from adapter_agent.review import write_decision
 from adapter_agent.run_directory import open_run
 from analyzers.documents import write_document
-from strategies.schema import Job, Refit
+from strategies.schema import Alternative, Job, Refit
 from tests.adapter_agent import samples
 
 SECTIONS = ["model", "operators", "kernels", "plan", "review", "validation", "training", "run"]
@@ -98,7 +99,7 @@ def test_the_plan_is_a_table_that_a_comment_renders(tmp_path):
         text = (run / "report.md").read_text()
     section = text.partition("## Plan")[2].partition("## Review")[0]
     tables = [t.splitlines() for t in re.findall(r"(?:^\|.*\n)+", section, re.M)]
-    assert len(tables) == 2
+    assert len(tables) == 3
     for header, rule, *rows in tables:
         assert set(rule) == {"|", "-"}
         assert rows
@@ -106,7 +107,11 @@ def test_the_plan_is_a_table_that_a_comment_renders(tmp_path):
     # 731 tokens/s at 0.35 s: 522 at 0.49 s, 914 at 0.28 s.
     assert "| 731 | 522 to 914 |" in section
     assert "| 0.35 s | 0.28 to 0.49 s | compute 57%" in section
-    assert "| 1.5 of 4 GiB | 1.2 to 1.9 GiB | frozen weights 27%" in section
+    assert "| 1.5 of 4 GiB | 1.2 to 1.9 GiB | |" in section
+    memory = [row.split("|") for row in tables[1][2:]]
+    assert [name.strip() for _, name, *_ in memory][-1] == "**peak**"
+    *parts, peak = (float(row[2]) for row in memory)
+    assert sum(parts) == pytest.approx(peak, rel=0.01)
     assert "Rates: bandwidth default." in section
 
 
@@ -124,10 +129,46 @@ def test_what_a_finished_run_changed_is_told(tmp_path):
         said=["compute takes longer than was planned"],
     )
     with samples.finished_run(tmp_path) as run:
-        write_document(replace(samples.plan(), measured=refit), run / "plan.json")
+        write_document(with_refit(samples.plan(), refit), run / "plan.json")
         page = write_report(run)
         for file in (page, run / "report.md"):
-            assert "compute takes longer than was planned" in file.read_text()
+            assert file.read_text().count("compute takes longer than was planned") == 1
+
+
+def test_packed_experts_stand_beside_the_plan_by_part(tmp_path):
+    plan = samples.plan()
+    held = replace(plan.predicted.memory_gib, frozen_weights=0.1, peak=1.2)
+    packed = Alternative(
+        why="with experts held packed: 1.0% less time a token",
+        parallelism=plan.parallelism,
+        micro_batch_size=7,
+        activation_checkpointing="full",
+        step_seconds=0.3,
+        memory_gib=1.2,
+        settings={"expert_weight_format": "mxfp4"},
+        predicted=replace(plan.predicted, memory_gib=held, tokens_per_second_per_device=999.0),
+        runnable=False,
+        missing=["experts held packed"],
+    )
+    with samples.finished_run(tmp_path) as run:
+        write_document(replace(plan, alternatives=[packed]), run / "plan.json")
+        write_report(run)
+        text = (run / "report.md").read_text()
+    ours = plan.predicted.memory_gib.frozen_weights
+    assert f"| frozen weights | {ours:g} | 0.1 |" in text
+    assert "| **peak** | 1.5 | 1.2 |" in text
+    assert "micro-batch 7, recompute full.\n\n| alternative" in text
+    # Seconds of a step with other tokens compare nothing.
+    assert "| 999 |" in text
+
+
+def test_headings_of_what_was_not_done_stand_apart(tmp_path):
+    with samples.finished_run(tmp_path) as run:
+        for name in ("analysis.json", "operators.json", "plan.json", "validation.json"):
+            (run / name).unlink()
+        write_report(run)
+        lines = (run / "report.md").read_text().splitlines()
+    assert all(lines[i - 1] == "" for i, line in enumerate(lines) if line.startswith("## "))
 
 
 def test_an_endless_comment_is_cut_and_says_so(tmp_path):

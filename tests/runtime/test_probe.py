@@ -102,6 +102,7 @@ def test_a_known_machine_is_described_as_it_is(tmp_path):
     assert cluster.device.matmul_tflops["bfloat16"].value == 700
     assert cluster.device.training_dtype == "bfloat16"
     assert cluster.host.d2h_gbps == 55
+    assert (cluster.host.origin, cluster.host.source) == (fabric.origin, fabric.source)
     assert {c.devices for c in cluster.measured} == {(2,), (4,)}
     for curve, made in zip(cluster.measured, sample()["collectives"], strict=True):
         assert curve.seconds == pytest.approx(made["seconds"], rel=1e-5)

@@ -145,6 +145,27 @@ def test_trained_experts_are_not_held_packed(k3, supernode):
     assert "packed_experts" not in full.features
 
 
+def test_fewer_devices_that_nothing_was_laid_out_on_are_not_said_to_lack_memory(k3, supernode):
+    whole = make_problem(k3, supernode, job(), fixed={"ep": 128})
+    answer = answers.fewest_devices(whole)
+    assert (answer.value, answer.limit) == (
+        128,
+        "fewer cannot be laid out as the job and --fix ask",
+    )
+    split = make_problem(k3, supernode, job(global_batch_size=101))
+    with pytest.raises(InfeasibleError, match="101 sequences does not split"):
+        answers.fewest_devices(split)
+
+
+@pytest.mark.parametrize("ask", [answers.longest_sequence, answers.largest_micro_batch])
+def test_a_question_without_an_answer_names_what_binds(k3, supernode, ask):
+    with pytest.raises(InfeasibleError, match=r"no layout .* has ep=64, efsdp=4"):
+        ask(make_problem(k3, supernode, job(), fixed={"ep": 64, "efsdp": 4}))
+    node = next(c for c in parts(supernode) if c.world_size == 8)
+    with pytest.raises(InfeasibleError, match="GiB too much; GiB by part: frozen weights"):
+        ask(make_problem(k3, node, job()))
+
+
 def test_a_dense_model_has_no_ep_curve(dense, supernode):
     with pytest.raises(InputError, match="the model has no experts"):
         answers.ep_curve(make_problem(dense, supernode, job()))

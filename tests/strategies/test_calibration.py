@@ -25,7 +25,7 @@ from strategies.calibration.published import (
     supplemented,
 )
 from strategies.calibration.shapes import analyzed, names, shape
-from strategies.cost import Constants
+from strategies.cost import Constants, load_deviations
 
 HEADER = "id,kind,model,task,gpu,num_gpus,precision,framework,tp,pp,cp,ep,mbs,gbs,seq_len,source"
 ROW = "a,train_step,LLAMA3_8B,pretrain,H100,8,BF16,Megatron-Bridge,1,1,1,n/a,1,128,8192,me/it@1 x"
@@ -62,6 +62,17 @@ def test_a_broken_table_names_row_and_column(tmp_path, lines, said):
     with pytest.raises(InputError) as error:
         read_runs(written(tmp_path, *lines))
     assert said in str(error.value)
+
+
+def test_a_table_that_is_no_text_names_what_it_is(tmp_path):
+    with pytest.raises(InputError, match="is a folder, not a file"):
+        read_runs(tmp_path)
+    path = written(tmp_path, HEADER, ROW)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
+    assert [r.id for r in read_runs(path)] == ["a"], "as spreadsheets save it"
+    path.write_bytes(path.read_bytes() + b"\xff")
+    with pytest.raises(InputError, match=r"rows.csv:3: is not UTF-8 text"):
+        read_runs(path)
 
 
 def test_a_cell_without_a_value_is_unknown_and_an_unused_axis_is_one(tmp_path):
@@ -246,6 +257,44 @@ def test_what_is_held_out_does_not_move_its_own_prediction(runs):
     assert constants["PyTorch"] == changed["PyTorch"]
     assert [p.seconds for p in first[:4]] == [p.seconds for p in second[:4]]
     assert constants["NVIDIA"] != changed["NVIDIA"]
+
+
+def test_intervals_hold_four_of_five_errors_whatever_their_distribution(runs):
+    """Predicted 100 GiB and measured 90, 92 to 109 and once 500: the 16 nearest of 20 lie within
+    7 or 8 of it."""
+    (row,) = some(runs, "gt0463")
+    peaks = [90.0, *range(92, 110), 500.0]
+    rows = [
+        backtest.Prediction(
+            case=dataclasses.replace(row, seconds=10.0 * peak / 100, peak_gib=peak),
+            seconds=10.0,
+            peak_gib=100.0,
+            oom_probability=0.0,
+        )
+        for peak in peaks
+    ]
+    found = backtest.deviations(rows)
+    assert 0.07 < found.peak * 1.28155 <= 0.08
+    assert math.log(1.07) < found.seconds * 1.28155 <= -math.log(0.92)
+    held = [dataclasses.replace(p, deviations=found) for p in rows]
+    score = backtest.score(held)
+    assert score.peak_memory_inside == pytest.approx(0.8, abs=0.06)
+    assert score.step_time_inside == pytest.approx(0.8, abs=0.06)
+
+
+def test_a_source_has_no_part_in_the_width_of_its_own_intervals(runs):
+    mine = some(runs, "gt0463", "gt0464", "gt0469", "gt0483")
+    others = some(runs, "gt0033", "gt0036", "gt0407", "gt0414")
+    wrong = [
+        dataclasses.replace(c, seconds=10 * (c.seconds or 1), peak_gib=10 * (c.peak_gib or 1))
+        for c in mine
+    ]
+    first, _ = backtest.leave_one_out(mine + others, ranges())
+    second, _ = backtest.leave_one_out(wrong + others, ranges())
+    assert [p.deviations for p in first[:4]] == [p.deviations for p in second[:4]]
+    assert second[4].deviations.seconds > 2 * first[4].deviations.seconds
+    planned, _ = backtest.leave_one_out(mine, ranges(), training=others)
+    assert {p.deviations for p in planned} == {load_deviations()}
 
 
 def test_rank_correlation_of_ties_by_hand():

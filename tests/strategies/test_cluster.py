@@ -1,6 +1,7 @@
 import copy
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from analyzers.documents import to_data
 from analyzers.errors import InputError
+from strategies import search
 from strategies.cluster import (
     Fabric,
     Group,
@@ -17,6 +19,8 @@ from strategies.cluster import (
     members,
 )
 from strategies.cluster.hostlist import split_hostlist
+from strategies.cost import collectives
+from strategies.schema import Job
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "clusters").glob("*.yaml"))
 GOOD = {
@@ -287,6 +291,34 @@ def test_host_memory_pools_and_rails_reach_the_cluster(tmp_path):
     assert (plain.host_bytes, plain.pool_bytes) == (0, 0)
     shared = {**GOOD, "host": {"mem_gib": 100, "d2h_gbps": 20, "share": "device"}}
     assert load_cluster(write(tmp_path, shared)).host_bytes == 100 * 2**30
+
+
+def test_what_a_probe_of_two_h200_measured_is_what_plans_are_priced_with(tiny):
+    """The file of a real machine: every number of it is measured, the host's too."""
+    samples = Path(__file__).parents[1] / "data" / "topologies"
+    cluster = load_cluster(samples / "probe-h200-x2.yaml")
+    assert (cluster.world_size, cluster.nodes) == (2, 1)
+    assert cluster.host_bytes == pytest.approx(251.769 / 2 * 2**30)
+    assert (cluster.host.origin, cluster.host.source) == (
+        "measured",
+        "adapt cluster probe, NVIDIA H200, nccl",
+    )
+    # 1 GiB between the two takes the 2.00976 ms of the file, not 1 GiB / 2 at the link's rate.
+    gathered = collectives.all_gather(cluster, np.array([2.0**30]), np.array([2]))
+    assert gathered[0] == pytest.approx(2.00976e-3)
+    job = Job(model="m", cluster="c", backend="h200", sequence_length=1024)
+    plan = search(tiny, cluster, job, fixed={"fsdp": 2, "ep": 2})
+    assert plan.predicted.memory_gib.capacity == pytest.approx(139.801)
+    assert len(plan.origins) == 6
+    assert set(plan.origins.values()) == {"measured"}
+
+
+def test_a_host_whose_file_does_not_say_where_its_numbers_are_from_is_a_specification(tmp_path):
+    given = {**GOOD, "host": {"mem_gib": 100, "d2h_gbps": 20}}
+    assert load_cluster(write(tmp_path, given)).host.origin == "spec"
+    given["host"]["origin"] = "guessed"
+    with pytest.raises(InputError, match=r"host.origin: 'guessed' is not known"):
+        load_cluster(write(tmp_path, given))
 
 
 def test_every_number_of_a_fabric_knows_its_origin(tmp_path):

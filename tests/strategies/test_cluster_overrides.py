@@ -47,7 +47,7 @@ def test_a_node_that_is_down_leaves_the_even_part(tmp_path):
     assert cluster.world_size == 48
     assert cluster.node_names == ("a1", "a3", "a4", "b1", "b2", "b3")
     assert cluster.hostlist == ("a[1,3-4]", "b[1-3]")
-    assert "48 of 64 devices are used, as 8 x 3 x 2: a2" in cluster.notes[0]
+    assert "48 of 64 devices are used, as 8 x 3 x 2: devices are down on a2" in cluster.notes[0]
 
 
 def test_a_rack_that_is_down_leaves_the_other(tmp_path):

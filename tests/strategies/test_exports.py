@@ -5,6 +5,7 @@ nemo-automodel`)."""
 import dataclasses
 import os
 import runpy
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -68,7 +69,7 @@ SETTINGS = {
 }
 IN_A_PIPELINE = {"virtual_stages"}
 FOUND = {
-    "version", "cluster", "predicted", "alternatives", "rejected", "families", "survey",
+    "version", "cluster", "predicted", "alternatives", "rejected", "families", "survey", "ep_curve",
     "searched", "explanation", "origins", "backend", "twin", "runnable", "missing", "idle_devices",
     "routing", "measured", "searched_beyond",
 }  # fmt: skip
@@ -231,6 +232,7 @@ def test_transformers_loads_a_model_by_its_file_on_the_ranks_of_the_script(tiny,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "HOME": str(tmp_path),
             "MAX_RESTARTS": "0",
+            "MASTER_PORT": str(free_port()),
         },
         capture_output=True,
         text=True,
@@ -248,6 +250,12 @@ def test_models_without_token_dispatch_in_transformers_are_named(
     source = source_of(analysis=replace(tiny, model_type=model_type))
     (written,) = write_exports(source, tmp_path, ["transformers"])
     assert any("no plan with token dispatch" in line for line in written.lost) == said
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return s.getsockname()[1]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

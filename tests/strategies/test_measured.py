@@ -8,10 +8,11 @@ from analyzers.errors import InputError
 from strategies.calibration.constants import ranges
 from strategies.calibration.hardware import cluster_of
 from strategies.calibration.measured import Step, refit
-from strategies.pricing import predict
+from strategies.pricing import predict, row_of
 from strategies.problem import make_problem
 from strategies.schema import Job
 from strategies.search import search
+from strategies.solver import price
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,27 @@ def test_what_no_constant_explains_is_told(k3, planned):
     _, found = refit(k3, cluster, plan, steps(20 * plan.predicted.step_seconds))
     assert found.step_seconds_after < 0.5 * found.step_seconds
     assert any("adapt cluster probe" in line for line in found.said)
+
+
+@pytest.mark.parametrize("factor", [20.0, 1.15, 0.2])
+def test_the_plan_that_was_run_is_predicted_to_take_what_it_took(k3, planned, factor):
+    """Constants moved as far as they may and 20 times were left; the interval was far below."""
+    cluster, job, plan = planned
+    seconds = factor * plan.predicted.step_seconds
+    constants, found = refit(k3, cluster, plan, steps(seconds))
+    assert found.step_seconds_after * found.unexplained == pytest.approx(seconds)
+    problem = make_problem(k3, cluster, job, constants=constants, pace=found.unexplained)
+    assert price(problem.pricing, row_of(plan)).seconds[0] == pytest.approx(seconds)
+    again = search(k3, cluster, job, constants=constants, pace=found.unexplained)
+    predicted = again.predicted
+    parts = sum(vars(predicted.step).values())
+    assert parts == pytest.approx(predicted.step_seconds)
+    assert predicted.lower_bound_seconds <= predicted.step_seconds
+    assert again.ep_curve is not None
+    tokens = again.micro_batch_size * again.sequence_length
+    row = next(r for r in again.ep_curve.rows if r.tokens_per_rank == tokens)
+    cell = row.by_ep[again.parallelism.ep]
+    assert cell.seconds == pytest.approx(predicted.step_seconds, rel=0.03)
 
 
 def test_measured_loads_of_experts_are_compared_with_the_plan(k3, planned):

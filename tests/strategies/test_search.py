@@ -110,6 +110,30 @@ def test_what_the_runtime_cannot_run_is_planned_only_when_it_is_allowed(k3, k3_p
     assert free.searched.priced < free.searched.plans // 10
 
 
+def test_the_curve_of_a_plan_is_of_that_plan(k3, k3_plan, tmp_path):
+    """Its own settings, seconds and constants, whatever was allowed; with EP alone another."""
+    cluster = load_cluster(CLUSTERS / "supernode-128.yaml")
+    free = search(k3, cluster, job(), allow=FEATURES)
+    slow = replace(cost.load_constants(), grouped_matmul_share=0.5)
+    refitted = search(k3, cluster, job(), constants=slow)
+    for plan in (k3_plan, free, refitted):
+        assert plan.ep_curve
+        assert plan.explanation[1].startswith(plan.ep_curve.kept)
+        tokens = plan.micro_batch_size * plan.sequence_length // plan.parallelism.cp
+        row = next(r for r in plan.ep_curve.rows if r.tokens_per_rank == tokens)
+        cell = row.by_ep[plan.parallelism.ep]
+        # A step of one micro-batch; the dispatcher of the curve is the faster of two.
+        assert cell.seconds == pytest.approx(plan.predicted.step_seconds, rel=0.03)
+    assert refitted.ep_curve.rows[0].by_ep[32].seconds > k3_plan.ep_curve.rows[0].by_ep[32].seconds
+    assert read_document(Plan, write_document(free, tmp_path / "plan.json")) == free
+
+
+def test_a_plan_that_can_have_one_ep_alone_has_no_curve(tiny, dense):
+    lone = flat_cluster("one", load_backend("h200"), 1, bw_gbps=1, latency_us=1)
+    assert search(tiny, lone, job(256)).ep_curve is None
+    assert search(dense, load_cluster(CLUSTERS / "hgx-h200-128.yaml"), job()).ep_curve is None
+
+
 def test_full_fine_tuning_is_planned_and_marked(tiny):
     cluster = load_cluster(CLUSTERS / "two-ranks.yaml")
     lora = search(tiny, cluster, job(256))
@@ -215,6 +239,21 @@ def test_a_number_of_devices_that_divides_badly_is_told_of_idle_ones(k3):
     with pytest.raises(InfeasibleError, match="EP 112 does not divide 127 devices: --allow-idle"):
         search(k3, odd, job())
     assert 0 < search(k3, odd, job(), allow_idle=True).idle_devices <= 127 - 112
+
+
+def test_a_plan_whose_ep_the_number_of_devices_holds_down_says_so(k3):
+    """15 nodes of 8: EP 8 on 120 is slower than a larger EP on 112, idle devices and all."""
+    hgx = load_cluster(CLUSTERS / "hgx-h200-128.yaml")
+    node, top = hgx.tiers
+    fifteen = replace(hgx, tiers=(node, replace(top, size=15, devices=120)), node_names=())
+    all_used = search(k3, fifteen, job())
+    assert all_used.parallelism.ep == 8
+    (hint,) = [line for line in all_used.explanation if "--allow-idle" in line]
+    assert "EP 8 is the largest that divides 896 experts and 120 devices; on 112 EP 112" in hint
+    some_idle = search(k3, fifteen, job(), allow_idle=True)
+    assert seconds_per_token(some_idle) * 1.4 < seconds_per_token(all_used)
+    for plan in (some_idle, search(k3, hgx, job())):
+        assert not any("--allow-idle" in line for line in plan.explanation)
 
 
 def test_nothing_fits_says_which_feature_would_help(k3):

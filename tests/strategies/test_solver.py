@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from analyzers.backends import Backend, Fact, load_backend
 from strategies import cost
 from strategies.candidates import columns
-from strategies.cluster import Cluster, Fabric, Tier
+from strategies.cluster import Cluster, Fabric, Host, Tier
 from strategies.parts import parts
 from strategies.problem import make_problem
 from strategies.schema import Job, Routing
@@ -53,7 +53,10 @@ def small_clusters(draw, most=16):
         tiers.append(Tier(name=f"t{i}", size=size, devices=devices, fabric=fabric))
     memory_gib = draw(st.sampled_from([1.0, 3.0, 4.0, 6.0, 9.0, 20.0]))
     tflops = draw(st.sampled_from([0.1, 10.0, 1000.0]))
-    return Cluster(name="random", device=device(memory_gib, tflops), tiers=tuple(tiers))
+    host = draw(
+        st.sampled_from([None, Host(mem_gib=0.5, d2h_gbps=1), Host(mem_gib=99, d2h_gbps=9)])
+    )
+    return Cluster(name="random", device=device(memory_gib, tflops), tiers=tuple(tiers), host=host)
 
 
 jobs = st.builds(
@@ -114,7 +117,7 @@ def every_plan(analysis, cluster, job, allow):
             (0, 1, 2, 3) if "hierarchical" in allow else (0, 1, 3),
             capacities,
             (0, 1, 2, 4) if "copies" in allow and uneven else (0,),
-            (False, True) if "offload" in allow else (False,),
+            (False, True) if "offload" in allow and cluster.host else (False,),
         )
     )
     layout = np.repeat(np.array(rows, dtype=int).reshape(-1, 11), len(settings), axis=0).T
@@ -217,6 +220,8 @@ def test_more_memory_or_bandwidth_never_makes_the_best_plan_slower(
             replace(t, fabric=replace(t.fabric, bw_gbps=t.fabric.bw_gbps * links_x))
             for t in cluster.tiers
         ),
+        host=cluster.host
+        and Host(mem_gib=cluster.host.mem_gib * memory_x, d2h_gbps=cluster.host.d2h_gbps * links_x),
     )
     before, after = (
         _best(make_problem(small_models[8], c, job, allow=FEATURES)) for c in (cluster, richer)
