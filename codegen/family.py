@@ -171,8 +171,9 @@ class Spec(Member):
         the same launches in another."""
         tile = self._tile(backend, dtype)
         strategy = strategy or tile.strategy
-        if not self.has_strategy(backend, strategy, dtype):
-            fix = "take the split or the fused one"
+        known = self.strategies_on(backend, dtype)
+        if strategy not in known:
+            fix = f"take one of {', '.join(known)}"
             raise InputError(self.operator, fault=f"no {strategy} strategy", fix=fix)
         chunk = min(tile.chunk, max(16, self.chunk_elements[strategy] // power_of_two(key_dim)))
         others = {name for other, own in OWN.items() if other != strategy for name in own}
@@ -191,9 +192,10 @@ class Spec(Member):
         names = (f"{arch} {dtype}", f"{target} {dtype}", arch, target, "default")
         return next(self.tiles[name] for name in names if name in self.tiles)
 
-    def has_strategy(self, backend: Backend, strategy: Strategy, dtype: str = "bfloat16") -> bool:
-        """Whether the backend has launches for the kernels of that strategy."""
-        return set(OWN.get(strategy, ())) <= set(self._tile(backend, dtype).launches)
+    def strategies_on(self, backend: Backend, dtype: str = "bfloat16") -> list[Strategy]:
+        """Those for whose kernels the backend has launches."""
+        launches = self._tile(backend, dtype).launches.keys()
+        return [s for s in self.strategies if launches >= set(OWN.get(s, ()))]
 
     def sound(
         self, backend: Backend, kernel: str, launch: Launch, chunk: int, key_dim: int

@@ -232,11 +232,7 @@ def main(arguments: list[str] | None = None) -> None:
         key_dim=key_dim,
         value_dim=value_dim,
     )
-    split, *own = (
-        spec.tile(backend, key_dim, strategy=s)
-        for s in spec.strategies
-        if spec.has_strategy(backend, s)
-    )
+    split, *own = (spec.tile(backend, key_dim, strategy=s) for s in spec.strategies_on(backend))
     tiles = [replace(split, keep=True), replace(split, keep=False), *own]
     print(f"{spec.title}, B{batch} T{tokens} H{heads}, K {key_dim}, V {value_dim}; GB by formula\n")
     print(table(spec, tiles, step))

@@ -147,10 +147,10 @@ class Space:
     def bases(self) -> list[Tile]:
         """The family's own tile, then the same launches in other chunk lengths and strategies."""
         own = self.spec.tile(self.backend, self.key_dim, self.dtype)
+        known = self.spec.strategies_on(self.backend, self.dtype)
         bases = [
             self._fitted(self.spec.tile(self.backend, self.key_dim, self.dtype, strategy))
-            for strategy in dict.fromkeys((own.strategy, *self.spec.strategies))
-            if self.spec.has_strategy(self.backend, strategy, self.dtype)
+            for strategy in dict.fromkeys((own.strategy, *known))
         ]
         others = [
             self._sound(replace(base, chunk=chunk))
