@@ -29,8 +29,8 @@ def change(name: str, old: str, new: str, *cases: str, **others) -> Mutation:
 
 
 STORE = "mask = (r < left)[:, None] & (col < WIDTH)[None, :]\n    at = ptr"
-CARRY = "h = tl.dot(v, k_gated, h * decay,"
-CARRY_BACK = "dh = tl.dot(do, q_gated, dh * decay,"
+CARRY = "h = tl.dot(tl.trans(k_gated), v, h * decay,"
+CARRY_BACK = "dh = tl.dot(tl.trans(q_gated), do, dh * decay,"
 SEEN = "a_qk = tl.where(rr > ii, a_qk, tl.where(rr == ii, diagonal[:, None], 0.0))"
 SCALE = "q_factor = tl.full([BT], 1.0, tl.float32) * scale"
 NORM = "q_factor *= tl.rsqrt(tl.sum(qq, 1) + 1e-6)"
@@ -398,8 +398,8 @@ MUTATIONS = [
     ),
     change(
         "fused: every block of values writes the first",
-        "_store(o_ptr + at * V, o, HV * V, left, col_v, V)\n        h = h * decay",
-        "_store(o_ptr + at * V, o, HV * V, left, col_v % BV, V)\n        h = h * decay",
+        "_store(o_ptr + at * V, o, HV * V, left, col_v, V)\n        h = tl.dot",
+        "_store(o_ptr + at * V, o, HV * V, left, col_v % BV, V)\n        h = tl.dot",
         widths=(16, 40),
         strategy="fused",
     ),
