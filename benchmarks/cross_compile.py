@@ -27,7 +27,8 @@ import triton
 from analyzers.backends import Backend, load_backend
 from analyzers.documents import write_text
 from codegen.build import subject_of
-from codegen.family import Member, Spec, digest, load_members
+from codegen.family import Member, Spec, digest
+from codegen.members import load_members
 from codegen.render import render
 from codegen.verify.harness import compiled, fault_of, target_of
 

@@ -10,7 +10,8 @@ from analyzers.backends import Backend
 from analyzers.documents import read_document, write_document, write_text
 from analyzers.errors import ProofError
 from analyzers.schema import ModelAnalysis
-from codegen.family import Member, Spec, Tile, find_spec
+from codegen.family import Member, Spec, Tile
+from codegen.members import find_spec
 from codegen.render import GENERATOR, Rendered, render
 from codegen.schema import Gate, Kernel, KernelSet, OperatorChoice, OperatorMap
 from codegen.tuning.records import Record, known_records, nearest, record_name

@@ -1,8 +1,7 @@
-"""Families of kernels: one declarative file a member (`families/*.yaml`), one template a family."""
+"""What a member of a family of kernels declares, and how its kernels are launched."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 from dataclasses import field, replace
@@ -10,7 +9,7 @@ from importlib import resources
 from typing import Literal
 
 from analyzers.backends import Backend
-from analyzers.documents import document, from_data, to_json
+from analyzers.documents import document, to_json
 from analyzers.errors import InputError
 
 TEMPLATES = resources.files("codegen") / "templates"
@@ -269,41 +268,6 @@ def power_of_two(width: int) -> int:
 
 def digest(*texts: str) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
-
-
-@functools.cache
-def load_members() -> dict[str, Member]:
-    """Every member of every family, by operator name.
-
-    What the members of a family share is said once, in `families/common/FAMILY.yaml`.
-    """
-    import yaml
-
-    from codegen.layer import FAMILIES
-
-    folder = resources.files("codegen") / "families"
-    members = {}
-    for file in sorted(folder.iterdir(), key=lambda f: f.name):
-        if file.name.endswith(".yaml"):
-            data = yaml.safe_load(file.read_text(encoding="utf-8"))
-            common = folder / "common" / f"{data['family']}.yaml"
-            if common.is_file():
-                data = yaml.safe_load(common.read_text(encoding="utf-8")) | data
-            kind = FAMILIES.get(data["family"], Spec)
-            member = from_data(kind, data, f"codegen/families/{file.name}")
-            members[member.operator] = member
-    return members
-
-
-def load_specs() -> dict[str, Spec]:
-    """The members of the linear-attention family, by operator name."""
-    return {n: m for n, m in load_members().items() if isinstance(m, Spec)}
-
-
-def find_spec(operator: str) -> Member | None:
-    """The member that generates an operator, by its name or one of its aliases."""
-    named = (m for m in load_members().values() if operator in (m.operator, *m.aliases))
-    return next(named, None)
 
 
 def spec_sha256(spec: Member) -> str:

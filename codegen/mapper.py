@@ -13,7 +13,7 @@ from packaging.version import Version
 from analyzers.backends import Backend
 from analyzers.schema import ModelAnalysis, Operator
 from analyzers.support import ask
-from codegen.family import find_spec
+from codegen.members import find_spec
 from codegen.schema import Decision, OperatorChoice, OperatorMap
 
 HOPPER = 90

@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from analyzers.backends import load_backend
-from codegen.family import FUSED, SHORT, SHORT_CHUNK, Spec, Tile, load_specs, power_of_two
+from codegen.family import FUSED, SHORT, SHORT_CHUNK, Spec, Tile, power_of_two
+from codegen.members import load_specs
 
 PREPARE_SHORT, RECUR_SHORT = SHORT
 CUTS = {FUSED: "v", RECUR_SHORT: "v", "_recur": "v", "_reverse": "v", "_gradients": "k"}

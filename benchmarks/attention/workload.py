@@ -7,7 +7,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from codegen.family import Spec, load_specs
+from codegen.family import Spec
+from codegen.members import load_specs
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from analyzers.backends import load_backend
 from analyzers.errors import AdaptError, InputError
-from codegen.family import Spec, find_spec, load_specs
+from codegen.family import Spec
+from codegen.members import find_spec, load_specs
 from codegen.tuning.bench import Workload
 from codegen.tuning.records import known_records
 from codegen.tuning.tune import summary, tune

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from analyzers.backends import Backend
 from analyzers.errors import InputError
-from codegen.family import Spec, find_spec
+from codegen.family import Spec
+from codegen.members import find_spec
 from codegen.schema import OperatorMap
 from codegen.tuning.records import Record, content_of, known_records, recall, save
 from codegen.tuning.space import Space, triton_version

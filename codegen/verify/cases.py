@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from codegen.family import load_members
+from codegen.members import load_members
 
 Kind = Literal["token", "sequence", "whole"]
 """Of a tensor: [B, T, ...], [N, ...] with N = B or the number of packed sequences, or neither."""

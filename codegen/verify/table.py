@@ -102,7 +102,7 @@ def prove(
     or in the interpreter. `strategy` is the family's own unless one is named."""
     from analyzers.backends import load_backend
     from codegen.build import subject_of
-    from codegen.family import load_specs
+    from codegen.members import load_specs
     from codegen.render import render
     from codegen.verify.harness import device_of, run_on
 

@@ -23,7 +23,7 @@ from attention.workload import (
     output_gradient,
 )
 
-from codegen.family import load_specs
+from codegen.members import load_specs
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "linear_attention.py"
 TINY = "1x70x2:16x16"

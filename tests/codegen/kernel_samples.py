@@ -12,7 +12,8 @@ from torch.nn.functional import softplus
 
 from analyzers.backends import load_backend
 from analyzers.schema import Operator, Site, Work
-from codegen.family import Spec, Strategy, load_specs
+from codegen.family import Spec, Strategy
+from codegen.members import load_specs
 from codegen.render import render
 from codegen.schema import OperatorChoice
 

@@ -9,8 +9,8 @@ from triton.backends.compiler import GPUTarget
 
 from analyzers.backends import load_backend
 from analyzers.errors import InputError
-from codegen.family import load_specs
 from codegen.load import import_file
+from codegen.members import load_specs
 from codegen.render import render
 from codegen.tuning.space import BUFFER_SHARE, ITEM_BYTES, Space, buffered_tile
 from codegen.verify.cases import Shape

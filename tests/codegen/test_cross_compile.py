@@ -3,7 +3,7 @@
 import pytest
 
 from analyzers.backends import load_backend
-from codegen.family import load_specs
+from codegen.members import load_specs
 from codegen.verify.harness import compiled, fault_of, target_of
 from tests.codegen.proofs import subject
 

@@ -10,8 +10,8 @@ import torch
 
 from analyzers.backends import load_backend
 from codegen.build import subject_of
-from codegen.family import load_members
 from codegen.load import import_file
+from codegen.members import load_members
 from codegen.render import render
 from codegen.verify.harness import compile_for, run_on
 

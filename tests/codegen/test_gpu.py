@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from analyzers.backends import load_backend
-from codegen.family import load_specs
+from codegen.members import load_specs
 from codegen.verify.cases import Shape, forward_alone, make_inputs, run
 from codegen.verify.families.linear_attention import LinearCase
 from codegen.verify.harness import compile_for, run_on

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from codegen.family import load_specs
+from codegen.members import load_specs
 from codegen.verify.judge import errors
 from tests.codegen.kernel_samples import Form, arguments, form_of, outputs_and_gradients
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from codegen.family import load_specs
+from codegen.members import load_specs
 from codegen.verify.cases import Shape, make_inputs, run
 from codegen.verify.families.linear_attention import LinearCase
 from codegen.verify.harness import run_on

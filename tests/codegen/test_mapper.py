@@ -8,7 +8,7 @@ import pytest
 from analyzers.backends import load_backend
 from analyzers.schema import Site
 from codegen import map_operators, mapper
-from codegen.family import find_spec
+from codegen.members import find_spec
 from tests.codegen.kernel_samples import operator
 
 

@@ -73,7 +73,7 @@ MUTATIONS = [
     ),
     change(
         "written without beta",
-        "solve *= _load_strength(beta_ptr + at, HV, left, BT)[None, :]",
+        "solve *= beta[None, :]",
         "solve *= 1.0",
         "one token",
     ),
@@ -391,7 +391,7 @@ MUTATIONS = [
     ),
     change(
         "fused: written without beta",
-        "solve *= _load_strength(beta_ptr + at, HV, left, BT)[None, :]\n        solve = solve.to",
+        "solve *= beta[None, :]\n        solve = solve.to",
         "solve = solve.to",
         "one token",
         strategy="fused",

@@ -10,7 +10,7 @@ import pytest
 from jinja2 import StrictUndefined
 
 from analyzers.backends import load_backend
-from codegen.family import load_specs
+from codegen.members import load_specs
 from codegen.render import _environment, render
 from tests.codegen.kernel_samples import write_kernel
 

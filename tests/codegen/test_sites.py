@@ -19,8 +19,8 @@ from analyzers.schema import FORWARD, Site
 from analyzers.structure import kinds
 from analyzers.tiny import tiny_config
 from codegen import LoadedKernel, bind
-from codegen.family import find_spec
 from codegen.install import compare
+from codegen.members import find_spec
 from codegen.render import render
 from codegen.sites.packing import document_limits
 from tests.codegen.kernel_samples import load

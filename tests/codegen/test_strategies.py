@@ -7,8 +7,9 @@ import pytest
 from analyzers.backends import load_backend
 from analyzers.errors import InputError
 from codegen.build import kernel_of
-from codegen.family import SHORT, load_specs
+from codegen.family import SHORT
 from codegen.load import import_file
+from codegen.members import load_specs
 from codegen.render import render
 from tests.codegen.kernel_samples import arguments, generated, launched, write_kernel
 from tests.codegen.proofs import LINEAR, Forks, failed, subject

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from analyzers.backends import load_backend
-from codegen.family import load_specs
 from codegen.load import import_file
+from codegen.members import load_specs
 from codegen.traffic import Step, launches
 from tests.codegen.kernel_samples import arguments, launched, write_kernel
 from tests.codegen.proofs import LINEAR

@@ -19,7 +19,8 @@ from analyzers.backends import load_backend
 from analyzers.documents import read_document, to_json
 from analyzers.errors import InputError, ProofError
 from codegen.build import generate
-from codegen.family import SHORT, Launch, Tile, load_specs, template_sha256
+from codegen.family import SHORT, Launch, Tile, template_sha256
+from codegen.members import load_specs
 from codegen.render import _environment, render
 from codegen.schema import Gate, KernelSet, OperatorMap
 from codegen.tuning.__main__ import main

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from analyzers.backends import load_backend
-from codegen.family import load_specs
+from codegen.members import load_specs
 from codegen.schema import Gate
 from codegen.verify import launches
 from codegen.verify.cases import Shape, all_cases, make_inputs, run
