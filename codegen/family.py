@@ -60,8 +60,9 @@ class Footprint:
 
     tiles: Literal["key_dim", "value_dim"]
     """What `block` cuts."""
-    loop: Literal["chunks", "blocks"]
-    """What the pipelined loop runs over: all chunks of a sequence, or the blocks of a width."""
+    loop: Literal["chunks", "blocks", "none"]
+    """What the pipelined loop runs over: all chunks of a sequence, the blocks of a width, or none:
+    stages change nothing."""
     registers: list[tuple[str, str]]
     """float32 matrices that live at the same time."""
     staged: list[tuple[str, str]]

@@ -87,6 +87,8 @@ class Space:
             return f"a block of {launch.block} is wider than {footprint.tiles} {width}"
         if launch.block * chunk < threads:
             return f"{threads} threads for {chunk} x {launch.block} elements"
+        if footprint.loop == "none" and launch.num_stages > 1:
+            return "none of its loops is pipelined"
         if footprint.loop == "blocks" and launch.block == width and launch.num_stages > 1:
             return "a loop of one block has nothing to pipeline"
         held = sum(sizes[a] * sizes[b] for a, b in footprint.registers) / threads

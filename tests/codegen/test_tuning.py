@@ -134,7 +134,8 @@ def test_a_fault_of_one_kernel_leaves_the_others_alone():
         ("_recur", launch(64, 3), "3 warps"),
         ("_recur", launch(64, 4, 9), "9 stages"),
         ("_recur", launch(128, 1), "512 registers"),  # [128, 128] float32 on 32 threads
-        ("_prepare", launch(128, 2, 2), "nothing to pipeline"),
+        ("_pairs", launch(128, 4, 2), "nothing to pipeline"),
+        ("_prepare", launch(64, 4, 2), "none of its loops"),
         ("_recur", launch(8), "narrow"),
     ],
 )
