@@ -66,7 +66,8 @@ def tensors(spec: Spec, step: Step) -> dict[str, tuple[str, int]]:
         "reads": (f"{parts}nwck", item),
         "writes": ("nwck", item),
         "mixes": (f"{parts}nwcc", item),
-        **dict.fromkeys(("h", "dh"), ("nwkv", item)),
+        "h": ("nwkv", item),
+        "dh": ("nwkv", 4 if step.key_dim > 128 and "g" in spec.inputs else item),
         **dict.fromkeys(("ht", "dh0"), ("swkv", 4)),
         **dict.fromkeys(("dq", "dk"), ("twk", partial)),
         **dict.fromkeys(("beta", "dbeta"), (beta, item)),
@@ -75,6 +76,7 @@ def tensors(spec: Spec, step: Step) -> dict[str, tuple[str, int]]:
         "dg": ("twk", g_item if raw else 4) if per_channel else ("btw", 4),
         "decay": ("nwk" if per_channel else "nw", 4),
         "a_kk": ("twc", 4),
+        "v_rest": ("twv", item if item < 4 else 0),
         "exact_dv": ("twv", 4),
         "norms": ("2tw", 4),
         "rows": ("3tw", 4),
@@ -95,7 +97,7 @@ def kernels(spec: Spec) -> dict[str, tuple[list[str], list[str]]]:
     walked = ["q_gated", "k_gated", *having(delta, "k_read", "solve"), "a_qk", *decay]
     products = ["q_gated", "k_gated", *having(delta, "k_read", "a_kk"), "a_qk", *decay, "norms"]
     short = ["reads", "writes", "mixes", *decay]
-    values = ["v", "o", "do", *(["v_new", "exact_dv"] if delta else ["dv"])]
+    values = ["v", "o", "do", *(["v_new", "v_rest", "exact_dv"] if delta else ["dv"])]
     states = ["do", "dv", "v_new" if delta else "v", "h", "dh", "d_qk", "d_kk", "rows", "norms"]
     by_key = having(spec.beta == "per_channel", "dbeta")
     raw = having(spec.gate_in_kernel, "dA_log", "ddt_bias")
@@ -154,7 +156,7 @@ def moved(
     if passed:
         reads, writes = ["far"], []
     if states:
-        writes = [*writes, "h", *(["v_new"] if spec.delta else [])]
+        writes = [*writes, "h", *(["v_new", "v_rest"] if spec.delta else [])]
     written = sum(map(size, writes))
     return Moved(
         kernel=kernel,
