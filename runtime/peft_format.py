@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.adapters import LoraLinear, banks
-from runtime.expert_lists import ExpertList
+from runtime.experts.lists import ExpertList
 from runtime.experts import experts_of
 from runtime.weights import full_tensors
 

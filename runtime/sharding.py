@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor, Shard
 from analyzers.errors import InputError
 from analyzers.models import float32_names, is_named
 from runtime.adapters import layers_name
-from runtime.dispatch import AllGather, AllToAll
 from runtime.experts import experts_of, use_own_experts
+from runtime.experts.dispatch import AllGather, AllToAll
+from runtime.experts.replay import replaying
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -99,7 +100,8 @@ def parallelize(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
         raise InputError("plan.json", field="parallelism.ep", fault=fault, fix="plan with ep = 1")
     own_groups: set[nn.Parameter] = set()
     if plan.activation_checkpointing == "full":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        kwargs = {"use_reentrant": False, "context_fn": replaying}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
     for name, experts in experts_of(model).items():
         if plan.parallelism.ep > 1:
             _own_experts(name, experts, meshes.ep, plan.dispatcher)

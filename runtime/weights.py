@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from analyzers.conversion import Recipe, plan_conversion
 from analyzers.errors import InputError
 from runtime.adapters import is_adapter
-from runtime.expert_lists import converters, under_own_names
+from runtime.experts.lists import converters, under_own_names
 from runtime.shards import full, local_rows, tensor_digest
 
 if TYPE_CHECKING:

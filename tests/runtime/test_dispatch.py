@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.dispatch import Local
+from runtime.experts.dispatch import Limit, Local
 from tests.runtime.runs import torchrun
 
-CASES = ["all_to_all", "all_to_all-skewed", "all_to_all-uneven", "all_gather", "all_gather-skewed"]
-ALL_TO_ALL = CASES[:3]
+KINDS = ["all_to_all", "hierarchical", "all_gather"]
+KINDS += [f"{kind}-limit" for kind in KINDS]
+HOW = ["", "-skewed", "-none", "-one", "-single", "-nobody"]
+CASES = [kind + how for kind in KINDS for how in HOW]
 
 
 @pytest.fixture(scope="module")
@@ -21,13 +23,38 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", ALL_TO_ALL)
-def test_a_token_travels_once_to_each_rank_that_has_its_experts(ranks, case):
-    found = [rank[case] for rank in ranks]
-    assert [f["sent"] for f in found] == [f["distinct"] for f in found]
-    assert all(max(f["sent"]) <= f["tokens"] for f in found)
+@pytest.mark.parametrize("how", HOW)
+def test_a_token_travels_once_to_each_rank_that_has_its_experts(ranks, how):
+    for rank in ranks:
+        found = rank[f"all_to_all{how}"]
+        ((_, sent),) = found["sent"][:1]
+        assert sent == [sum(r in owners for owners in found["owners"]) for r in range(4)]
+        assert max(sent) <= found["tokens"]
     # Four choices a token, so there was something to save.
-    assert sum(sum(f["sent"]) for f in found) < 4 * sum(f["tokens"] for f in found)
+    tokens = sum(rank[f"all_to_all{how}"]["tokens"] for rank in ranks)
+    total = sum(sum(rank[f"all_to_all{how}"]["sent"][0][1]) for rank in ranks)
+    assert total < 4 * tokens or not tokens
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("how", HOW)
+def test_a_token_crosses_once_to_each_node_that_has_its_experts(ranks, how):
+    # Ranks 0 and 1 are one node, 2 and 3 the other.
+    for number, rank in enumerate(ranks):
+        found = rank[f"hierarchical{how}"]
+        (rail, across), (node, inside), *back = found["sent"]
+        assert rail == [number % 2, number % 2 + 2]
+        assert node == [number // 2 * 2, number // 2 * 2 + 1]
+        reached = [{r // 2 for r in owners} for owners in found["owners"]]
+        assert across == [sum(n in nodes for nodes in reached) for n in range(2)]
+        # The way back starts inside, with as many rows as came.
+        assert [group for group, _ in back[:2]] == [node, rail]
+        assert back[1][1][number // 2] == across[number // 2]
+        # What crosses never crosses twice: not more than with a plain all-to-all.
+        plain = rank[f"all_to_all{how}"]["sent"][0][1]
+        other = 1 - number // 2
+        assert across[other] <= sum(plain[2 * other : 2 * other + 2])
+        assert inside
 
 
 @pytest.mark.distributed
@@ -37,7 +64,8 @@ def test_output_and_gradients_are_those_of_one_process(ranks, case, what):
     # `weights`: a routing weight is used on another rank, its gradient must come home.
     for rank in ranks:
         assert rank[case]["apart"][what] <= 1e-6
-    assert sum(rank[case]["size"][what] for rank in ranks) > 1
+    if not case.endswith("nobody"):
+        assert sum(rank[case]["size"][what] for rank in ranks) > 0.1
 
 
 @pytest.mark.distributed
@@ -46,13 +74,17 @@ def test_the_same_call_gives_the_same_bits(ranks, case):
     assert all(rank[case]["again"] for rank in ranks)
 
 
-def test_local_is_the_plain_sum_over_choices():
+@pytest.mark.parametrize("dispatcher", [Local(), Local(Limit(9, 9))], ids=["plain", "limit"])
+def test_local_is_the_plain_sum_over_choices(dispatcher):
     torch.manual_seed(0)
-    x, bank = torch.randn(9, 5, requires_grad=True), torch.randn(6, 5)
+    x, bank = torch.randn(9, 5, requires_grad=True), torch.randn(7, 5)
     index, weights = torch.rand(9, 6).topk(3).indices, torch.rand(9, 3, requires_grad=True)
-    x_PD, sent = Local().dispatch(x, index, weights, 6)
-    scales = torch.cat([bank[e].expand(n, -1) for e, n in enumerate(sent.pairs.counts)])
-    y = Local().combine(x_PD * scales, sent)
+    if dispatcher.limit:
+        index[4, 1] = 6  # no expert: computed by none
+    route = dispatcher.route(index, 6)
+    x_PD, weights_P = route.dispatch(x, weights)
+    y = route.combine(x_PD * bank[route.pairs.expert_P], weights_P)
+    bank[6] = 0
     plain = torch.einsum("td,tkd,tk->td", x, bank[index], weights)
     torch.testing.assert_close(y, plain)
     grad = torch.randn(9, 5)
@@ -68,7 +100,12 @@ def test_sums_are_float32_whatever_the_tokens_are():
     # 257 is no bfloat16; adding 1 to 256 in bfloat16 gives 256.
     x = torch.ones(1, 2, dtype=torch.bfloat16)
     index, weights = torch.tensor([[0, 1]]), torch.tensor([[256.0, 1.0]])
-    x_PD, sent = Local().dispatch(x, index, weights, 2)
-    y = Local().combine(x_PD, sent)
+    route = Local().route(index, 2)
+    y = route.combine(*route.dispatch(x, weights))
     assert y.dtype == torch.float32
     assert y.tolist() == [[257.0, 257.0]]
+
+
+def test_more_tokens_than_buffers_are_for_are_refused():
+    with pytest.raises(ValueError, match="3 tokens on a rank whose buffers are for 2"):
+        Local(Limit(2, 2)).route(torch.zeros(3, 1, dtype=torch.long), 2)

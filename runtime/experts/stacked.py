@@ -10,7 +10,7 @@ F features in, O features out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from runtime.dispatch import Dispatcher, Local, Pairs
+from runtime.experts.dispatch import Local
+from runtime.experts.fan import Pairs
+from runtime.experts.replay import once
 
 IMPLEMENTATION = "adapter_agent"
 
@@ -29,15 +31,12 @@ def grouped_linear(x_PF: Tensor, w_LOF: Tensor, pairs: Pairs) -> Tensor:
 
     Exactly `offsets[-1]` rows go in: rows beyond are uninitialised in torch's output and gradient.
     """
-    if _has_grouped_gemm(x_PF):
+    if not pairs.size:  # torch's kernel refuses an empty operand; gradients are zero, but there
+        return F.linear(x_PF, w_LOF[0])
+    if x_PF.device.type == "cpu" or x_PF.dtype == torch.bfloat16:
         return F.grouped_mm(x_PF, w_LOF.transpose(-2, -1), offs=pairs.offsets_L)
-    parts = zip(x_PF.split(pairs.counts), w_LOF.unbind(0), strict=True)
+    parts = zip(x_PF.split(pairs.counts), w_LOF.unbind(0), strict=True)  # CUDA: bfloat16 alone
     return torch.cat([F.linear(x, w) for x, w in parts])
-
-
-def _has_grouped_gemm(x_PF: Tensor) -> bool:
-    # torch's kernel refuses an empty operand; CUDA has it for bfloat16 alone.
-    return x_PF.shape[0] > 0 and (x_PF.device.type == "cpu" or x_PF.dtype == torch.bfloat16)
 
 
 def adapted_linear(experts: Any, name: str, x_PF: Tensor, pairs: Pairs) -> Tensor:
@@ -79,16 +78,31 @@ def local(parameter: Tensor) -> Tensor:
 
 def run_experts(self: Any, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """The experts forward that transformers calls, on this rank's tokens -> [T, D]."""
-    recorder.add(self, index_TK)
-    dispatcher: Dispatcher = getattr(self, "dispatcher", None) or Local()
-    x_PD, sent = dispatcher.dispatch(x_TD, index_TK, weights_TK, self.num_experts)
-    name = "gate_up_proj" if self.has_gate else "up_proj"
-    h_PI = adapted_linear(self, name, x_PD, sent.pairs)
-    h_PI = self._apply_gate(h_PI) if self.has_gate else self.act_fn(h_PI)
-    y_PD = adapted_linear(self, "down_proj", h_PI, sent.pairs)
-    if self.has_post_expert_norm:
-        y_PD = self.post_expert_norm(y_PD)
-    return dispatcher.combine(y_PD, sent).to(x_TD.dtype)
+
+    def compute(x_PD: Tensor, pairs: Pairs) -> Tensor:
+        name = "gate_up_proj" if self.has_gate else "up_proj"
+        h_PI = adapted_linear(self, name, x_PD, pairs)
+        h_PI = self._apply_gate(h_PI) if self.has_gate else self.act_fn(h_PI)
+        y_PD = adapted_linear(self, "down_proj", h_PI, pairs)
+        return self.post_expert_norm(y_PD) if self.has_post_expert_norm else y_PD
+
+    return dispatched(self, x_TD, index_TK, weights_TK, compute)
+
+
+def dispatched(
+    experts: Any,
+    x_TD: Tensor,
+    index_TK: Tensor,
+    weights_TK: Tensor,
+    compute: Callable[[Tensor, Pairs], Tensor],
+) -> Tensor:
+    """Tokens to where their experts are, `compute` there on [P, D], and weighted sums back [T, D].
+    The dispatcher is the module's own, set by `runtime.sharding`."""
+    recorder.add(experts, index_TK)
+    dispatcher = getattr(experts, "dispatcher", None) or Local()
+    route = once(lambda: dispatcher.route(index_TK, experts.num_experts))
+    x_PD, weights_P = route.dispatch(x_TD, weights_TK)
+    return route.combine(compute(x_PD, route.pairs), weights_P).to(x_TD.dtype)
 
 
 def experts_of(model: nn.Module) -> dict[str, Any]:
