@@ -16,8 +16,8 @@ from analyzers.documents import read_document
 from analyzers.schema import ModelAnalysis
 from runtime.adapters import initialise_adapters, insert_adapters
 from runtime.data import Dataset, load_dataset
-from runtime.experts.lists import stack_expert_lists
 from runtime.experts import use_own_experts
+from runtime.experts.lists import stack_expert_lists
 from runtime.sharding import device_type, keep_float32, parallelize
 from runtime.weights import load_weights
 from strategies.schema import Job, Plan

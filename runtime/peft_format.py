@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from runtime.adapters import LoraLinear, banks
-from runtime.experts.lists import ExpertList
 from runtime.experts import experts_of
+from runtime.experts.lists import ExpertList
 from runtime.weights import full_tensors
 
 if TYPE_CHECKING:

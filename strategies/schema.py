@@ -96,10 +96,13 @@ class Mapping:
 
 @document
 class Capacity:
-    """Limit on the tokens of an expert; `factor` None is drop-free."""
+    """Limit on the tokens of an expert, as a multiple of an even share of the full batch, counted for
+    each rank by itself; `factor` None is drop-free."""
 
     factor: float | None = None
     overflow: Literal["none", "drop", "reroute"] = "none"
+    tries: int | None = None
+    """Experts that a rerouted token asks at most; None: twice as many as it needs."""
 
 
 @document
@@ -295,6 +298,8 @@ class Plan:
     """None for a model without experts."""
     compute_dtype: Literal["bfloat16", "float32"]
     dispatcher: Literal["none", "all_to_all", "hierarchical", "all_gather"]
+    node_size: int | None = None
+    """Neighbouring ranks that hierarchical dispatch takes for one node."""
     capacity: Capacity = field(default_factory=Capacity)
     expert_copies: int = 0
     """Slots of each expert-parallel rank for copies of the most loaded experts."""

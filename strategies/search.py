@@ -85,6 +85,7 @@ def search(
         runnable=not lacks,
         missing=lacks,
         idle_devices=cluster.world_size - used.world_size,
+        node_size=used.devices_per_node,
         **plan_fields(best.plans, used.device.training_dtype, experts=problem.model.experts),
     )
     return replace(

@@ -20,7 +20,7 @@ import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.experts.fan import Fan, Pairs
+from runtime.experts.fan import Fan, Pairs, tally
 
 
 class Hop(Protocol):
@@ -197,7 +197,7 @@ class AllGather:
             self.limit.check(tokens)
             rows, size = self.limit.tokens, ranks * local * self.limit.capacity
         else:
-            mine = torch.cat([index_TK.new_tensor([tokens]), _by_rank(index_TK, local, ranks)])
+            mine = torch.cat([index_TK.new_full((1,), tokens), _by_rank(index_TK, local, ranks)])
             theirs = _gathered(mine.unsqueeze(0), self.group)
             everyone, pairs = _known(theirs[:, 0], theirs[:, 1 + rank])
             rows, size = max(1, *everyone), sum(pairs)  # a collective of nothing is no collective
@@ -314,8 +314,7 @@ class _Going:
 
 def _by_rank(ids_TK: Tensor, per: int, ranks: int) -> Tensor:
     """Choices that lie on each rank [G]."""
-    rank = (ids_TK.reshape(-1) // per).clamp(max=ranks)
-    return torch.bincount(rank, minlength=ranks + 1)[:ranks]
+    return tally(ids_TK // per, ranks)
 
 
 def _known(*parts: Tensor) -> list[list[int]]:

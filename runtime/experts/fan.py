@@ -19,6 +19,13 @@ COLUMNS = 512
 """Float32 copies are made of so many columns at a time, never of all items at full width."""
 
 
+def tally(ids: Tensor, kinds: int) -> Tensor:
+    """How often each of `0 .. kinds - 1` occurs; other ids are not counted. (`bincount` asks the
+    host for the largest.)"""
+    ids = ids.reshape(-1).long().clamp(max=kinds)
+    return ids.new_zeros(kinds + 1).scatter_add_(0, ids, torch.ones_like(ids))[:kinds]
+
+
 @dataclass(frozen=True)
 class Fan:
     """Items made of sources, each source any number of times.
@@ -92,13 +99,16 @@ class _Collect(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         grad_y = ctx.fan.take(grad.to(ctx.dtype))
-        if not ctx.saved_tensors:
+        saved = ctx.saved_tensors  # under checkpointing they can be taken once
+        if not saved:
             return grad_y, None, None
-        y, weights = ctx.saved_tensors
+        y, weights = saved
         grad_weights = None
         if ctx.needs_input_grad[1]:
-            parts = zip(y.split(COLUMNS, 1), grad.split(COLUMNS, 1), strict=True)
-            grad_weights = sum((ctx.fan.take(g) * p).sum(1) for p, g in parts).to(weights.dtype)
+            grad_weights = grad.new_zeros(weights.shape)
+            for g, part in zip(grad.split(COLUMNS, 1), y.split(COLUMNS, 1), strict=True):
+                grad_weights += (ctx.fan.take(g) * part).sum(1)
+            grad_weights = grad_weights.to(weights.dtype)
         return grad_y.mul_(weights.unsqueeze(1)), grad_weights, None
 
 
@@ -139,7 +149,7 @@ class Pairs:
         # What is not computed here sorts to the end.
         choice_P = torch.argsort(ids, stable=True)[:size]
         counts = (ids_RK < experts).sum(1)
-        offsets_L = torch.bincount(ids, minlength=experts + 1)[:experts].cumsum(0)
+        offsets_L = tally(ids, experts).cumsum(0)
         if padded:
             offsets_L[-1:] = size
             choice_P = torch.where(ids[choice_P] < experts, choice_P, rows * choices)

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from runtime.experts.capacity import Limiter
 from runtime.experts.dispatch import Local
-from runtime.experts.fan import Pairs
+from runtime.experts.fan import Pairs, tally
 from runtime.experts.replay import once
 
 IMPLEMENTATION = "adapter_agent"
@@ -97,7 +98,10 @@ def dispatched(
     compute: Callable[[Tensor, Pairs], Tensor],
 ) -> Tensor:
     """Tokens to where their experts are, `compute` there on [P, D], and weighted sums back [T, D].
-    The dispatcher is the module's own, set by `runtime.sharding`."""
+    Limiter and dispatcher are the module's own, set by `runtime.sharding`."""
+    limiter: Limiter | None = getattr(experts, "limiter", None)
+    if limiter is not None:
+        index_TK, weights_TK = limiter(index_TK, weights_TK, recorder.valid_T)
     recorder.add(experts, index_TK)
     dispatcher = getattr(experts, "dispatcher", None) or Local()
     route = once(lambda: dispatcher.route(index_TK, experts.num_experts))
@@ -125,31 +129,31 @@ def use_own_experts(model: nn.Module) -> None:
 
 
 class Recorder:
-    """Tokens per expert of one step, real tokens only.
+    """Tokens per expert of one step, real tokens only: those that were computed.
 
     Records inside `recording()` alone, so a forward repeated for the backward pass is not counted.
     """
 
     def __init__(self) -> None:
         self.counts: dict[nn.Module, Tensor] = {}
-        self._valid_T: Tensor | None = None
-        self._on = False
+        self.valid_T: Tensor | None = None
+        """Which tokens of the batch are real; None outside of `recording()`."""
 
     @contextmanager
     def recording(self, valid_BT: Tensor) -> Iterator[None]:
-        self._valid_T, self._on = valid_BT.reshape(-1), True
+        self.valid_T = valid_BT.reshape(-1)
         try:
             yield
         finally:
-            self._valid_T, self._on = None, False
+            self.valid_T = None
 
     def add(self, module: Any, index_TK: Tensor) -> None:
-        if not self._on or self._valid_T is None:
+        if self.valid_T is None:
             return
         # Rows of a list of experts do not know their token: padding is counted with the rest.
-        known = index_TK.shape[0] == self._valid_T.shape[0]
-        ids = (index_TK[self._valid_T] if known else index_TK).reshape(-1)
-        counts_E = torch.bincount(ids, minlength=module.num_experts)
+        if index_TK.shape[0] == self.valid_T.shape[0]:
+            index_TK = torch.where(self.valid_T.unsqueeze(1), index_TK, module.num_experts)
+        counts_E = tally(index_TK, module.num_experts)
         self.counts[module] = self.counts.get(module, 0) + counts_E
 
     def take(self) -> list[Tensor]:

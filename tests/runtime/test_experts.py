@@ -154,8 +154,8 @@ def test_an_expert_without_tokens_has_a_zero_gradient(pair):
 
 def test_gradients_that_a_grouped_gemm_leaves_unwritten_are_zero(pair, monkeypatch):
     # pytorch#172439: on Blackwell the weight gradients of groups without rows are garbage.
-    from runtime.experts import stacked
     from runtime.checks import first_experts_only
+    from runtime.experts import stacked
 
     class Dirty(torch.autograd.Function):
         @staticmethod
