@@ -24,6 +24,7 @@ from runtime.schema import Check, ValidationReport
 from runtime.shards import whole
 from runtime.step import StepResult, forward_backward
 from runtime.weights import Reader, digest, stored_digest
+from strategies.schema import Capacity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -120,7 +121,15 @@ def _shortened(documents: Documents) -> tuple[Documents, list[str]]:
         changed.append(f"gradient accumulation: {accumulation} instead of {wanted}")
     if plan.compute_dtype != "float32":
         changed.append(f"dtype: proved in float32, trained in {plan.compute_dtype}")
-    plan = replace(plan, micro_batch_size=micro, gradient_accumulation=accumulation)
+    if plan.capacity.factor is not None:
+        # It makes a token depend on those beside it, so no two arrangements agree.
+        changed.append(f"capacity: no limit on experts instead of {plan.capacity.factor:g}")
+    plan = replace(
+        plan,
+        micro_batch_size=micro,
+        gradient_accumulation=accumulation,
+        capacity=Capacity(),
+    )
     return replace(documents, plan=plan), changed
 
 

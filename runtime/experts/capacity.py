@@ -163,7 +163,8 @@ def limit_experts(model: nn.Module, layers: nn.Module, plan: Plan) -> dict[str, 
                 fault = f"set, but {name} is no stacked bank of experts, all of them real"
                 raise InputError("plan.json", field="capacity.factor", fault=fault, fix="null")
             limiters[name] = limiter = _limiter(name, moe, plan)
-            model.get_submodule(name).limiter = limiter
+            experts: Any = model.get_submodule(name)
+            experts.limiter = limiter
             if limiter.candidates > limiter.top_k:
                 block: Any = layer.get_submodule(moe.path)
                 block.forward = functools.partial(limiter.run_block, block.forward)

@@ -15,11 +15,13 @@ import torch.distributed as dist
 from analyzers.documents import from_data
 from runtime import checks
 from runtime.__main__ import leave
-from runtime.adapters import adapter_parameters
+from runtime.adapters import adapter_parameters, layers_name
 from runtime.build import Documents, build_model, process_group
 from runtime.checks import Worst, distance
 from runtime.data import Example, collate
 from runtime.experts import experts_of
+from runtime.experts.capacity import limit_experts
+from runtime.experts.dispatch import Limit, Local
 from runtime.optim import build_optimizer, clip_gradients
 from runtime.shards import whole
 from runtime.step import forward_backward
@@ -78,18 +80,35 @@ def trained(model, mine, config, device, *, alone=False):
             torch.nn.init.constant_(checks._local(parameter), 0.01)
     adapters = adapter_parameters(model)
     optimizer = build_optimizer(adapters.values(), config)
-    steps = []
+    steps, now = [], {n: whole(p) for n, p in adapters.items()}
     for step, (_, kind) in enumerate(STEPS.values()):
         with routing(model, kind):
             result = forward_backward(model, mine(step), device, alone=alone)
         gradients = {n: whole(p.grad) for n, p in adapters.items() if p.grad is not None}
         norm = clip_gradients(adapters.values(), MAX_NORM)
-        before = {n: whole(p) for n, p in adapters.items()}
         optimizer.step()
-        updates = {n: whole(p) - before[n] for n, p in adapters.items()}
+        before, now = now, {n: whole(p) for n, p in adapters.items()}
+        updates = {n: now[n] - before[n] for n in now}
         optimizer.zero_grad()
         steps.append((result.loss, gradients, norm, updates, result.tokens_per_expert))
-    return steps, {n: whole(p) for n, p in adapters.items()}
+    return steps, now
+
+
+def alone(documents, plan, device):
+    """One process on all ranks' micro-batches: each is a group of its own for a limit on experts,
+    as it is on its rank."""
+    model = build_model(documents, device, dtype=torch.float32, sharded=False)
+    if plan.capacity.factor is not None:
+        layers = model.get_submodule(layers_name(model))
+        for name, limiter in limit_experts(model, layers, plan).items():
+            limit = Limit(plan.micro_batch_size * plan.sequence_length, limiter.capacity)
+            model.get_submodule(name).dispatcher = Local(limit)
+    ranks = dist.get_world_size()
+
+    def everyone(step):
+        return [b for rank in range(ranks) for b in batches(step, rank)]
+
+    return trained(model, everyone, documents.job.optimizer, device, alone=True)
 
 
 def apart(found, expected, kind):
@@ -103,12 +122,8 @@ def main():
     run_dir, cases_file, results_file = map(Path, sys.argv[1:])
     documents, results = Documents.read(run_dir), {}
     with process_group() as device:
-        rank, ranks = dist.get_rank(), dist.get_world_size()
+        rank, references = dist.get_rank(), {}
         config = documents.job.optimizer
-        if rank == 0:
-            alone = build_model(documents, device, dtype=torch.float32, sharded=False)
-            everyone = lambda step: [b for r in range(ranks) for b in batches(step, r)]  # noqa: E731
-            steps, factors = trained(alone, everyone, config, device, alone=True)
         for name, case in json.loads(cases_file.read_text()).items():
             plan = from_data(Plan, case, cases_file)
             documents = Documents(run_dir, documents.job, plan, documents.analysis)
@@ -116,6 +131,9 @@ def main():
             found, moved = trained(model, lambda step: batches(step, rank), config, device)
             replicas = checks.replicas_equal(model)
             if rank == 0:
+                if plan.capacity not in references:
+                    references[plan.capacity] = alone(documents, plan, device)
+                steps, factors = references[plan.capacity]
                 compared = {}
                 for kind, (loss, grads, norm, updates, counts), expected in zip(
                     STEPS, found, steps, strict=True

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from analyzers.documents import to_data
-from strategies.schema import Lora, Optimizer
+from strategies.schema import Capacity, Lora, Optimizer
 from tests.runtime.runs import plan_for, torchrun, write_run
 
 TOLERANCE = 1e-5
@@ -24,6 +24,15 @@ for kind, fields in DISPATCHERS.items():
     CASES[f"replicate2-fsdp2-ep2-{kind}"] = plan_for(4, ep=2, dp_replicate=2, node_size=1, **fields)
     CASES[f"fsdp4-ep4-{kind}-checkpointing"] = plan_for(
         4, ep=4, node_size=2, activation_checkpointing="full", **fields
+    )
+    CASES[f"fsdp4-ep4-{kind}-limited"] = plan_for(
+        4,
+        ep=4,
+        node_size=2,
+        activation_checkpointing="full",
+        sequence_length=24,
+        capacity=Capacity(factor=1.0, overflow="reroute"),
+        **fields,
     )
 KINDS = ["equal", "skewed", "starved", "unequal", "short"]
 
