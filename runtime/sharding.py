@@ -22,6 +22,7 @@ from analyzers.models import float32_names, is_named
 from runtime.adapters import layers_name
 from runtime.experts import experts_of, use_own_experts
 from runtime.experts.capacity import Limiter, limit_experts
+from runtime.experts.copies import Copies
 from runtime.experts.dispatch import AllGather, AllToAll, Dispatcher, Hierarchical, Limit, Local
 from runtime.experts.replay import replaying
 
@@ -70,6 +71,12 @@ def check_plan(plan: Plan) -> None:
         )
     if plan.dispatcher == "hierarchical":
         _check_nodes(plan)
+    if plan.expert_copies and plan.capacity.factor is not None:
+        fault = "set, but this runtime has no limit on experts that are computed in several places"
+        raise InputError("plan.json", field="expert_copies", fault=fault, fix="0")
+    if plan.expert_copies and p.ep == 1:
+        fault = "set, but without expert parallelism there is nothing to even out"
+        raise InputError("plan.json", field="expert_copies", fault=fault, fix="0")
 
 
 def _check_nodes(plan: Plan) -> None:
@@ -139,6 +146,8 @@ def parallelize(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
         if plan.parallelism.ep > 1:
             _own_experts(name, experts, meshes.ep)
         experts.dispatcher = _dispatcher(plan, meshes, limiters.get(name))
+        if plan.expert_copies:
+            experts.copies = Copies(experts, meshes.ep.get_group(), meshes.fsdp.get_group("fsdp"))
         if meshes.efsdp.size() > 1:
             _shard(experts, meshes.efsdp, plan.reshard_after_forward)
         elif plan.parallelism.ep > 1:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from runtime.experts.copies import Copies
 
 COLUMNS = 512
 """Float32 copies are made of so many columns at a time, never of all items at full width."""
@@ -122,6 +125,8 @@ class Pairs:
     """Place of each pair's weight among the R * K; beyond them for padding."""
     fan: Fan
     """From rows to pairs."""
+    copies: Copies | None = None
+    """Where the weights of these pairs lie, instead of the module's own parameters."""
 
     @property
     def size(self) -> int:
@@ -156,6 +161,17 @@ class Pairs:
             counts = torch.cat([counts, size - counts.sum(0, keepdim=True)])
         fan = Fan(choice_P // choices, torch.argsort(choice_P, stable=True), counts, padded)
         return cls(offsets_L.to(torch.int32), choice_P, fan)
+
+    def split(self, own: int, copies: Copies) -> tuple[Pairs, Pairs]:
+        """Those of the first `own` experts, and those of the copies behind them; not to be spread
+        or collected, only computed. The host waits for where they part."""
+        first = sum(self.counts[:own])
+        choices = self.choice_P.split([first, self.size - first])
+        rest_L = self.offsets_L[own:] - first
+        return (
+            Pairs(self.offsets_L[:own], choices[0], self.fan),
+            Pairs(rest_L, choices[1], self.fan, copies),
+        )
 
     def weights(self, weights_RK: Tensor) -> Tensor:
         """-> [P]"""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,9 @@ from runtime.experts.capacity import Limiter
 from runtime.experts.dispatch import Local
 from runtime.experts.fan import Pairs, tally
 from runtime.experts.replay import once
+
+if TYPE_CHECKING:
+    from runtime.experts.copies import Copies
 
 IMPLEMENTATION = "adapter_agent"
 
@@ -42,19 +45,28 @@ def grouped_linear(x_PF: Tensor, w_LOF: Tensor, pairs: Pairs) -> Tensor:
 
 def adapted_linear(experts: Any, name: str, x_PF: Tensor, pairs: Pairs) -> Tensor:
     """The bank `name` with bias and low-rank adapter; base weight plus delta never exist as one."""
-    weight = local(getattr(experts, name))
+    weight = _weight(experts, name, pairs)
+    assert weight is not None
     w_LOF = weight.transpose(-2, -1) if experts.is_transposed else weight
     y_PO = grouped_linear(x_PF, w_LOF, pairs)
-    bias_LO = getattr(experts, f"{name}_bias", None)
+    bias_LO = _weight(experts, f"{name}_bias", pairs)
     if bias_LO is not None:
-        y_PO = y_PO + local(bias_LO)[pairs.expert_P]
-    a_LrF = getattr(experts, f"lora_{name}_A", None)
-    if a_LrF is None:
+        y_PO = y_PO + bias_LO[pairs.expert_P]
+    a_LrF = _weight(experts, f"lora_{name}_A", pairs)
+    b_LOr = _weight(experts, f"lora_{name}_B", pairs)
+    if a_LrF is None or b_LOr is None:
         return y_PO
-    b_LOr = local(getattr(experts, f"lora_{name}_B"))
-    a_LrF, b_LOr = _padded(_used(local(a_LrF), pairs), _used(b_LOr, pairs), x_PF.dtype)
+    a_LrF, b_LOr = _padded(_used(a_LrF, pairs), _used(b_LOr, pairs), x_PF.dtype)
     low_Pr = grouped_linear(x_PF, a_LrF, pairs)
     return y_PO + grouped_linear(low_Pr, b_LOr, pairs) * experts.lora_scale
+
+
+def _weight(experts: Any, key: str, pairs: Pairs) -> Tensor | None:
+    """A parameter's rows for the experts of `pairs`; None where the module has no such."""
+    own = getattr(experts, key, None)
+    if own is None:
+        return None
+    return local(own) if pairs.copies is None else pairs.copies.weight(key, local(own))
 
 
 def _used(factor: Tensor, pairs: Pairs) -> Tensor:
@@ -98,15 +110,25 @@ def dispatched(
     compute: Callable[[Tensor, Pairs], Tensor],
 ) -> Tensor:
     """Tokens to where their experts are, `compute` there on [P, D], and weighted sums back [T, D].
-    Limiter and dispatcher are the module's own, set by `runtime.sharding`."""
+    Limiter, dispatcher and copies are the module's own, set by `runtime.sharding`."""
     limiter: Limiter | None = getattr(experts, "limiter", None)
     if limiter is not None:
         index_TK, weights_TK = limiter(index_TK, weights_TK, recorder.valid_T)
     recorder.add(experts, index_TK)
     dispatcher = getattr(experts, "dispatcher", None) or Local()
-    route = once(lambda: dispatcher.route(index_TK, experts.num_experts))
-    x_PD, weights_P = route.dispatch(x_TD, weights_TK)
-    return route.combine(compute(x_PD, route.pairs), weights_P).to(x_TD.dtype)
+    copies: Copies | None = getattr(experts, "copies", None)
+    if copies is None or copies.placement is None:
+        route = once(lambda: dispatcher.route(index_TK, experts.num_experts))
+        x_PD, weights_P = route.dispatch(x_TD, weights_TK)
+        y_PD = compute(x_PD, route.pairs)
+    else:
+        places = copies.placement.places
+        route = once(lambda: dispatcher.route(copies.places(index_TK), places))
+        x_PD, weights_P = route.dispatch(x_TD, weights_TK)
+        parts = route.pairs.split(copies.own, copies)
+        rows = zip(x_PD.split([part.size for part in parts]), parts, strict=True)
+        y_PD = torch.cat([compute(x, part) for x, part in rows])
+    return route.combine(y_PD, weights_P).to(x_TD.dtype)
 
 
 def experts_of(model: nn.Module) -> dict[str, Any]:

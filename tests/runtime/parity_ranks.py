@@ -21,6 +21,7 @@ from runtime.checks import Worst, distance
 from runtime.data import Example, collate
 from runtime.experts import experts_of
 from runtime.experts.capacity import limit_experts
+from runtime.experts.copies import Balancer
 from runtime.experts.dispatch import Limit, Local
 from runtime.optim import build_optimizer, clip_gradients
 from runtime.shards import whole
@@ -73,7 +74,7 @@ def routing(model, kind):
     return kinds[kind](model) if kind else nullcontext()
 
 
-def trained(model, mine, config, device, *, alone=False):
+def trained(model, mine, config, device, *, alone=False, balancer=None):
     """Of each step: loss, gradients, norm and loads; at the end the factors."""
     for name, parameter in adapter_parameters(model).items():
         if name.endswith("_B"):  # so that gradients reach every A too
@@ -90,6 +91,8 @@ def trained(model, mine, config, device, *, alone=False):
         before, now = now, {n: whole(p) for n, p in adapters.items()}
         updates = {n: now[n] - before[n] for n in now}
         optimizer.zero_grad()
+        if balancer is not None:
+            balancer.after_step(result.tokens_per_expert)
         steps.append((result.loss, gradients, norm, updates, result.tokens_per_expert))
     return steps, now
 
@@ -128,7 +131,10 @@ def main():
             plan = from_data(Plan, case, cases_file)
             documents = Documents(run_dir, documents.job, plan, documents.analysis)
             model = build_model(documents, device, dtype=torch.float32)
-            found, moved = trained(model, lambda step: batches(step, rank), config, device)
+            balancer = Balancer(model, plan, interval=1)
+            mine = lambda step: batches(step, rank)  # noqa: E731
+            found, moved = trained(model, mine, config, device, balancer=balancer)
+            copied = balancer.state()["places"]
             replicas = checks.replicas_equal(model)
             if rank == 0:
                 if plan.capacity not in references:
@@ -150,6 +156,7 @@ def main():
                 results[name] = {
                     "steps": compared,
                     "parameters": parameters,
+                    "copied": [placed is not None for placed in copied],
                     "replicas": [replicas.passed, replicas.detail],
                 }
             dist.barrier()

@@ -25,6 +25,10 @@ for kind, fields in DISPATCHERS.items():
     CASES[f"fsdp4-ep4-{kind}-checkpointing"] = plan_for(
         4, ep=4, node_size=2, activation_checkpointing="full", **fields
     )
+    # Another placement of copies after every step.
+    CASES[f"fsdp4-ep2-{kind}-copies"] = plan_for(
+        4, ep=2, node_size=1, expert_copies=2, activation_checkpointing="full", **fields
+    )
     CASES[f"fsdp4-ep4-{kind}-limited"] = plan_for(
         4,
         ep=4,
@@ -34,6 +38,8 @@ for kind, fields in DISPATCHERS.items():
         capacity=Capacity(factor=1.0, overflow="reroute"),
         **fields,
     )
+CASES["replicate2-fsdp2-ep2-copies"] = plan_for(4, ep=2, dp_replicate=2, expert_copies=1)
+CASES["fsdp4-ep4-copies"] = plan_for(4, ep=4, expert_copies=1)
 KINDS = ["equal", "skewed", "starved", "unequal", "short"]
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -102,3 +108,8 @@ def test_factors_after_five_steps_are_those_of_one_process(results, case):
 def test_what_several_ranks_hold_is_bit_equal_after_five_steps(results, case):
     passed, detail = results[case]["replicas"]
     assert passed, detail
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if "copies" in name])
+def test_copies_were_in_use(results, case):
+    assert results[case]["copied"] == [True, True]
