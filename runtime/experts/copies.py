@@ -31,7 +31,7 @@ from runtime.shards import local_rows
 if TYPE_CHECKING:
     from strategies.schema import Plan
 
-INTERVAL = 10
+INTERVAL = 5
 """Steps between two looks at the loads: copying experts costs time."""
 
 
@@ -43,22 +43,29 @@ class Copies:
         self.experts, self.ep, self.shards = experts, ep, shards
         self.placement: Placement | None = None
         """None until there is something to copy: then every token goes to the owner."""
+        self.frozen: dict[str, Tensor] = {}
+        self._held: dict[str, list[tuple[int, int]]] = {}
+        """Rows of each frozen parameter that each rank of `shards` has."""
 
     def adopt(self, placement: Placement) -> None:
-        """Fetches what the slots hold now. All ranks of `shards` call it together, between steps,
-        while parameters are sharded."""
+        """Fetches what the slots hold now and did not hold before. All ranks of `shards` call it
+        together, between steps, while parameters are sharded."""
         rank = dist.get_rank(self.ep)
         slots, own = placement.slots, self.experts.num_experts // placement.ranks
         device = next(self.experts.parameters()).device
+        before = self.placement.slots if self.placement else ((),) * placement.ranks
+        new = [sorted(set(b) - set(a)) for a, b in zip(before, slots, strict=True)]
+        # Ranks of `ep` are neighbours in `shards`, which may have several such groups.
+        wanted = [new[r % placement.ranks] for r in range(self.shards.size())]
+        there = [*before[rank], *new[rank]]
+        rows_C = torch.tensor([there.index(e) for e in slots[rank]], device=device)
+        for key, parameter in self.experts.named_parameters(recurse=False):
+            if not parameter.requires_grad:
+                got = self._fetch(key, parameter, wanted)
+                rows = torch.cat([self.frozen[key], got]) if key in self.frozen else got
+                self.frozen[key] = rows.index_select(0, rows_C)
         self.placement, self.own = placement, own
         self.place_EJ = torch.from_numpy(placement.place_EJ).to(device)
-        everyone: list[Any] = [None] * self.shards.size()
-        dist.all_gather_object(everyone, slots[rank], group=self.shards)
-        self.frozen = {
-            key: _fetch(parameter, everyone, self.shards)
-            for key, parameter in self.experts.named_parameters(recurse=False)
-            if not parameter.requires_grad
-        }
         # Owners send factors in order of the slots of each receiver.
         first = rank * own
         sent = [[e - first for e in theirs if first <= e < first + own] for theirs in slots]
@@ -79,20 +86,24 @@ class Copies:
         got = exchange(rows, self.receive, self.send, self.ep)
         return got.index_select(0, self.order_C).view(-1, *own.shape[1:])
 
-
-def _fetch(parameter: Tensor, wanted: list[list[int]], group: dist.ProcessGroup) -> Tensor:
-    """Rows of a sharded parameter: those that `wanted` has for this rank of the group, in order."""
-    shard, low, high = local_rows(parameter)
-    held: list[Any] = [None] * group.size()
-    dist.all_gather_object(held, (low, high), group=group)
-    mine = wanted[dist.get_rank(group)]
-    holders = [next(r for r, (a, b) in enumerate(held) if a <= row < b) for row in mine]
-    sent = [[row - low for row in theirs if low <= row < high] for theirs in wanted]
-    send, rows_S = _listed(sent, shard.device)
-    receive, order = _arrivals(holders, group.size(), shard.device)
-    got = shard.new_empty(len(mine), *shard.shape[1:])
-    dist.all_to_all_single(got, shard.index_select(0, rows_S), receive, send, group=group)
-    return got.index_select(0, order)
+    def _fetch(self, key: str, parameter: Tensor, wanted: list[list[int]]) -> Tensor:
+        """Rows of a sharded parameter: those that `wanted` has for this rank of `shards`."""
+        shard, low, high = local_rows(parameter)
+        ranks = self.shards.size()
+        if key not in self._held:
+            held: list[Any] = [None] * ranks
+            dist.all_gather_object(held, (low, high), group=self.shards)
+            self._held[key] = held
+        held = self._held[key]
+        mine = wanted[dist.get_rank(self.shards)]
+        holders = [next(r for r, (a, b) in enumerate(held) if a <= row < b) for row in mine]
+        sent = [[row - low for row in theirs if low <= row < high] for theirs in wanted]
+        send, rows_S = _listed(sent, shard.device)
+        receive, order = _arrivals(holders, ranks, shard.device)
+        got = shard.new_empty(len(mine), *shard.shape[1:])
+        rows = shard.index_select(0, rows_S)
+        dist.all_to_all_single(got, rows, receive, send, group=self.shards)
+        return got.index_select(0, order)
 
 
 def _listed(sent: list[list[int]], device: torch.device) -> tuple[list[int], Tensor]:
