@@ -5,8 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from runtime.experts.dispatch import Limit, Local
+from runtime.experts.capacity import Limiter
+from runtime.experts.dispatch import AllGather, AllToAll, Hierarchical, Limit, Local
 from tests.runtime.runs import torchrun
 
 KINDS = ["all_to_all", "hierarchical", "all_gather"]
@@ -109,3 +114,51 @@ def test_sums_are_float32_whatever_the_tokens_are():
 def test_more_tokens_than_buffers_are_for_are_refused():
     with pytest.raises(ValueError, match="3 tokens on a rank whose buffers are for 2"):
         Local(Limit(2, 2)).route(torch.zeros(3, 1, dtype=torch.long), 2)
+
+
+@pytest.fixture
+def pretended_ranks():
+    """Rank 1 of four that do nothing: the shapes of an exchange without the exchange."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rail", "node"))
+        yield dist.group.WORLD, mesh.get_group("rail"), mesh.get_group("node")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["local", "all_to_all", "hierarchical", "all_gather"])
+def test_with_a_limit_the_host_waits_for_nothing(pretended_ranks, kind):
+    # Fake tensors have no values: whoever asks for one, or for a size that depends on one, fails.
+    world, rail, node = pretended_ranks
+
+    def step(limit):
+        dispatcher = {
+            "local": lambda: Local(limit),
+            "all_to_all": lambda: AllToAll(world, limit),
+            "hierarchical": lambda: Hierarchical(rail, node, limit),
+            "all_gather": lambda: AllGather(world, limit),
+        }[kind]()
+        x = torch.randn(12, 6, requires_grad=True)
+        weights = torch.rand(12, 4, requires_grad=True)
+        route = dispatcher.route(torch.rand(12, 8).topk(4).indices, 8)
+        x_PD, weights_P = route.dispatch(x, weights)
+        route.combine(
+            torch.tanh(x_PD) * route.pairs.expert_P.unsqueeze(1), weights_P
+        ).sum().backward()
+        return x.grad.shape, weights.grad.shape
+
+    with FakeTensorMode():
+        assert step(Limit(12, 3)) == ((12, 6), (12, 4))
+        if kind != "local":  # which never has to ask
+            with pytest.raises(DataDependentOutputException):
+                step(None)
+
+
+def test_dropping_waits_for_nothing_either():
+    limiter = Limiter("experts", 8, 2, candidates=2, capacity=3, renormalize=True)
+    with FakeTensorMode():
+        weights, index = torch.rand(12, 8, requires_grad=True).topk(2)
+        ids, scaled = limiter(index, weights, torch.ones(12, dtype=torch.bool))
+        scaled.sum().backward()
+        assert ids.shape == scaled.shape == (12, 2)
