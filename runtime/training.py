@@ -15,6 +15,7 @@ from runtime.adapters import adapter_parameters
 from runtime.build import Documents, build_dataset, build_model, dtype_of, say
 from runtime.checkpoints import last_checkpoint, load_checkpoint, save_checkpoint
 from runtime.data import micro_batches
+from runtime.experts.copies import Balancer
 from runtime.optim import build_optimizer, clip_gradients, learning_rate
 from runtime.peft_format import save_adapter
 from runtime.schema import StepMetrics
@@ -36,6 +37,7 @@ def train_rank(documents: Documents, device: torch.device) -> None:
     )
 
     folder, metrics_file = run_dir / "train" / "checkpoints", run_dir / "train" / "metrics.jsonl"
+    balancer = Balancer(model, plan)
     first = last_checkpoint(folder) or 0
     if first:
         load_checkpoint(folder, first, model, optimizer)
@@ -57,6 +59,7 @@ def train_rank(documents: Documents, device: torch.device) -> None:
         norm = clip_gradients(adapters.values(), job.optimizer.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        balancer.after_step(result.tokens_per_expert)
         seconds = time.perf_counter() - began
         metrics = StepMetrics(
             step=step + 1,

@@ -124,6 +124,8 @@ def _shortened(documents: Documents) -> tuple[Documents, list[str]]:
     if plan.capacity.factor is not None:
         # It makes a token depend on those beside it, so no two arrangements agree.
         changed.append(f"capacity: no limit on experts instead of {plan.capacity.factor:g}")
+    if plan.expert_copies:
+        changed.append("copies of experts: none is placed in so few steps")
     plan = replace(
         plan,
         micro_batch_size=micro,

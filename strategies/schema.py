@@ -96,13 +96,11 @@ class Mapping:
 
 @document
 class Capacity:
-    """Limit on the tokens of an expert, as a multiple of an even share of the full batch, counted for
-    each rank by itself; `factor` None is drop-free."""
+    """Limit on the tokens that an expert takes of each rank, as a multiple of an even share of a
+    full micro-batch; `factor` None is drop-free."""
 
     factor: float | None = None
     overflow: Literal["none", "drop", "reroute"] = "none"
-    tries: int | None = None
-    """Experts that a rerouted token asks at most; None: twice as many as it needs."""
 
 
 @document

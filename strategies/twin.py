@@ -61,6 +61,7 @@ def twin(plan: Plan, analysis: ModelAnalysis, world_size: int, backend: Backend)
         gradient_accumulation=min(plan.gradient_accumulation, MAX_ACCUMULATION),
         dispatcher=plan.dispatcher if parallelism.ep > 1 else "none",
         node_size=_node_size(plan, parallelism.ep),
+        expert_copies=plan.expert_copies if parallelism.ep > 1 else 0,
         compute_dtype=backend.training_dtype,
         expert_weight_format=_expert_format(plan, backend),
     )

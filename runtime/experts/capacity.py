@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from analyzers.experts import Moe
     from strategies.schema import Plan
 
+TRIES = 2
+"""A rerouted token asks at most so many times the experts that it needs."""
+
 
 def settle(
     index_TN: Tensor, score_TN: Tensor, open_TN: Tensor, top_k: int, experts: int, capacity: int
@@ -177,7 +180,7 @@ def _limiter(name: str, moe: Moe, plan: Plan) -> Limiter:
     tokens = plan.micro_batch_size * plan.sequence_length
     tries = moe.top_k
     if overflow == "reroute":
-        tries = min(moe.count, plan.capacity.tries or 2 * moe.top_k)
+        tries = min(moe.count, TRIES * moe.top_k)
     return Limiter(
         name=name,
         experts=moe.count,
