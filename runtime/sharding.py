@@ -131,10 +131,7 @@ def parallelize(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
     meshes = build_meshes(plan)
     keep_float32(model)
     use_own_experts(model)
-    layers = model.get_submodule(layers_name(model))
-    limiters = {}
-    if plan.capacity.factor is not None:
-        limiters = limit_experts(model, layers, plan)
+    limiters = limit_experts(model, plan) if plan.capacity.factor is not None else {}
     if plan.parallelism.ep > 1 and not experts_of(model):
         fault = f"{type(model).__name__} has no experts that run through transformers' registry"
         raise InputError("plan.json", field="parallelism.ep", fault=fault, fix="plan with ep = 1")
@@ -153,7 +150,7 @@ def parallelize(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
         elif plan.parallelism.ep > 1:
             # Nothing left to gather: the experts stay out of FSDP, as DTensors on `ep` alone.
             own_groups |= set(experts.parameters(recurse=False))
-    for layer in layers.children():
+    for layer in model.get_submodule(layers_name(model)).children():
         _shard(layer, meshes.fsdp, plan.reshard_after_forward, own_groups)
     _shard(model, meshes.fsdp, False, own_groups)
     for module in model.modules():

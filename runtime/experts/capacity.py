@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from analyzers.errors import InputError
@@ -152,16 +152,17 @@ class _Candidates(TorchFunctionMode):
         return input.shape[-1] == self.limiter.experts and k == self.limiter.top_k
 
 
-def limit_experts(model: nn.Module, layers: nn.Module, plan: Plan) -> dict[str, Limiter]:
+def limit_experts(model: Any, plan: Plan) -> dict[str, Limiter]:
     """Puts a limiter before every routed experts module; by name of the module. To be called before
     sharding. Raises InputError for a model whose experts cannot be limited."""
     from analyzers.experts import find_moes
+    from analyzers.structure import decoder_layers
 
     limiters: dict[str, Limiter] = {}
-    names = {module: name for name, module in model.named_modules()}
-    for layer in layers.children():
-        for moe in find_moes(layer, model.config):
-            name = ".".join(p for p in (names[layer], moe.experts) if p)
+    path, layers = decoder_layers(model)
+    for number, layer in enumerate(layers):
+        for moe in find_moes(layer, model.config.get_text_config()):
+            name = f"{path}.{number}.{moe.experts}"
             if moe.layout != "stacked" or moe.zero_experts:
                 fault = f"set, but {name} is no stacked bank of experts, all of them real"
                 raise InputError("plan.json", field="capacity.factor", fault=fault, fix="null")

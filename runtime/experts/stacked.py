@@ -66,7 +66,10 @@ def _weight(experts: Any, key: str, pairs: Pairs) -> Tensor | None:
     own = getattr(experts, key, None)
     if own is None:
         return None
-    return local(own) if pairs.copies is None else pairs.copies.weight(key, local(own))
+    copies = pairs.copies
+    if copies is None or copies.experts is not experts:
+        return local(own)
+    return copies.weight(key, local(own))
 
 
 def _used(factor: Tensor, pairs: Pairs) -> Tensor:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from analyzers.documents import from_data
 from runtime import checks
 from runtime.__main__ import leave
-from runtime.adapters import adapter_parameters, layers_name
+from runtime.adapters import adapter_parameters
 from runtime.build import Documents, build_model, process_group
 from runtime.checks import Worst, distance
 from runtime.data import Example, collate
@@ -102,8 +102,7 @@ def alone(documents, plan, device):
     as it is on its rank."""
     model = build_model(documents, device, dtype=torch.float32, sharded=False)
     if plan.capacity.factor is not None:
-        layers = model.get_submodule(layers_name(model))
-        for name, limiter in limit_experts(model, layers, plan).items():
+        for name, limiter in limit_experts(model, plan).items():
             limit = Limit(plan.micro_batch_size * plan.sequence_length, limiter.capacity)
             model.get_submodule(name).dispatcher = Local(limit)
     ranks = dist.get_world_size()

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from runtime.adapters import layers_name
 from runtime.experts import recorder, use_own_experts
 from runtime.experts.capacity import Limiter, limit_experts, settle
 from runtime.experts.dispatch import Limit, Local
@@ -205,8 +204,7 @@ def small(kind, **changes):
 
 def limited(model, capacity):
     plan = plan_for(1, micro_batch_size=2, sequence_length=20, capacity=capacity)
-    layers = model.get_submodule(layers_name(model))
-    limiters = limit_experts(model, layers, plan)
+    limiters = limit_experts(model, plan)
     for name, found in limiters.items():
         model.get_submodule(name).dispatcher = Local(Limit(40, found.capacity))
     return limiters
