@@ -71,7 +71,7 @@ IN_A_PIPELINE = {"virtual_stages"}
 FOUND = {
     "version", "cluster", "predicted", "alternatives", "rejected", "families", "survey", "ep_curve",
     "searched", "explanation", "origins", "backend", "twin", "runnable", "missing", "idle_devices",
-    "routing", "measured", "searched_beyond",
+    "routing", "measured", "searched_beyond", "node_size",
 }  # fmt: skip
 
 
