@@ -123,7 +123,7 @@ class Limiter:
         if valid_T is not None:
             open_TN &= valid_T.unsqueeze(1)
         got_TN = settle(index_TN, score_TN, open_TN, self.top_k, self.experts, self.capacity)
-        column_TK = torch.argsort(~got_TN, dim=1, stable=True)[:, : self.top_k]
+        column_TK = torch.argsort((~got_TN).byte(), dim=1, stable=True)[:, : self.top_k]
         got_TK = got_TN.gather(1, column_TK)
         return torch.where(got_TK, index_TN.gather(1, column_TK), self.experts), column_TK
 
