@@ -87,6 +87,8 @@ class Limiter:
     capacity: int
     renormalize: bool
     """Whether the router makes the weights of the chosen sum to one, as it then does for N."""
+    grouped: bool = False
+    """Whether the router chooses groups first and leaves the experts of others out."""
     closed_TN: Tensor | None = None
     """Candidates that the router itself excluded, as those of groups it did not choose."""
 
@@ -143,9 +145,9 @@ class _Candidates(TorchFunctionMode):
             return func(*args, **kwargs)
         limiter = self.limiter
         found = torch.topk(args[0] if args else kwargs["input"], limiter.candidates, dim=-1)
-        # Excluded experts are masked with zero or minus infinity before the choice.
-        closed = (found.values == 0) | found.values.isneginf()
-        limiter.closed_TN = closed.detach().reshape(-1, limiter.candidates)
+        if limiter.grouped:  # those left out are masked with zero or minus infinity
+            closed = (found.values == 0) | found.values.isneginf()
+            limiter.closed_TN = closed.reshape(-1, limiter.candidates)
         return found
 
     def _is_choice(self, input: Tensor, k: int, *_: Any, **__: Any) -> bool:
@@ -189,4 +191,5 @@ def _limiter(name: str, moe: Moe, plan: Plan) -> Limiter:
         candidates=tries,
         capacity=max(1, math.ceil(factor * tokens * moe.top_k / moe.count)),
         renormalize=moe.routing.renormalize,
+        grouped=moe.routing.groups > 1,
     )
