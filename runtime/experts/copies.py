@@ -161,10 +161,11 @@ class Balancer:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """All ranks call it together, with weights loaded."""
+        """All ranks call it together, with weights loaded. What was placed for other ranks or slots
+        is placed anew at the next look."""
         self.steps = state["steps"]
         for forecast, share in zip(self.forecasts, state["shares"], strict=True):
             forecast.share_E = None if share is None else np.asarray(share)
         for m, slots, places in zip(self.layers, state["slots"], state["places"], strict=True):
-            if slots is not None:
+            if slots is not None and (len(slots), len(slots[0])) == (self.ranks, self.slots):
                 m.copies.adopt(Placement(self.ranks, slots, np.asarray(places)))

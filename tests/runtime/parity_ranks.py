@@ -7,6 +7,7 @@ another kind of batch; one process takes all ranks' batches, one after another.
 import json
 import sys
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -74,13 +75,14 @@ def routing(model, kind):
     return kinds[kind](model) if kind else nullcontext()
 
 
-def trained(model, mine, config, device, *, alone=False, balancer=None):
+def trained(model, mine, config, device, *, alone=False, new_balancer=None):
     """Of each step: loss, gradients, norm and loads; at the end the factors."""
     for name, parameter in adapter_parameters(model).items():
         if name.endswith("_B"):  # so that gradients reach every A too
             torch.nn.init.constant_(checks._local(parameter), 0.01)
     adapters = adapter_parameters(model)
     optimizer = build_optimizer(adapters.values(), config)
+    state = None
     steps, now = [], {n: whole(p) for n, p in adapters.items()}
     for step, (_, kind) in enumerate(STEPS.values()):
         with routing(model, kind):
@@ -91,8 +93,12 @@ def trained(model, mine, config, device, *, alone=False, balancer=None):
         before, now = now, {n: whole(p) for n, p in adapters.items()}
         updates = {n: now[n] - before[n] for n in now}
         optimizer.zero_grad()
-        if balancer is not None:
+        if new_balancer is not None:
+            balancer = new_balancer()
+            if state is not None:
+                balancer.restore(state)
             balancer.after_step(result.tokens_per_expert)
+            state = json.loads(json.dumps(balancer.state()))  # as after a resume
         steps.append((result.loss, gradients, norm, updates, result.tokens_per_expert))
     return steps, now
 
@@ -130,10 +136,14 @@ def main():
             plan = from_data(Plan, case, cases_file)
             documents = Documents(run_dir, documents.job, plan, documents.analysis)
             model = build_model(documents, device, dtype=torch.float32)
-            balancer = Balancer(model, plan, interval=1)
-            mine = lambda step: batches(step, rank)  # noqa: E731
-            found, moved = trained(model, mine, config, device, balancer=balancer)
-            copied = balancer.state()["places"]
+            found, moved = trained(
+                model,
+                lambda step: batches(step, rank),
+                config,
+                device,
+                new_balancer=partial(Balancer, model, plan, interval=1),
+            )
+            slots = [m.copies for m in experts_of(model).values() if hasattr(m, "copies")]
             replicas = checks.replicas_equal(model)
             if rank == 0:
                 if plan.capacity not in references:
@@ -155,7 +165,7 @@ def main():
                 results[name] = {
                     "steps": compared,
                     "parameters": parameters,
-                    "copied": [placed is not None for placed in copied],
+                    "copied": [s.placement is not None for s in slots],
                     "replicas": [replicas.passed, replicas.detail],
                 }
             dist.barrier()
