@@ -45,15 +45,15 @@ def grouped_linear(x_PF: Tensor, w_LOF: Tensor, pairs: Pairs) -> Tensor:
 
 def adapted_linear(experts: Any, name: str, x_PF: Tensor, pairs: Pairs) -> Tensor:
     """The bank `name` with bias and low-rank adapter; base weight plus delta never exist as one."""
-    weight = _weight(experts, name, pairs)
+    weight = weight_of(experts, name, pairs)
     assert weight is not None
     w_LOF = weight.transpose(-2, -1) if experts.is_transposed else weight
     y_PO = grouped_linear(x_PF, w_LOF, pairs)
-    bias_LO = _weight(experts, f"{name}_bias", pairs)
+    bias_LO = weight_of(experts, f"{name}_bias", pairs)
     if bias_LO is not None:
         y_PO = y_PO + bias_LO[pairs.expert_P]
-    a_LrF = _weight(experts, f"lora_{name}_A", pairs)
-    b_LOr = _weight(experts, f"lora_{name}_B", pairs)
+    a_LrF = weight_of(experts, f"lora_{name}_A", pairs)
+    b_LOr = weight_of(experts, f"lora_{name}_B", pairs)
     if a_LrF is None or b_LOr is None:
         return y_PO
     a_LrF, b_LOr = _padded(_used(a_LrF, pairs), _used(b_LOr, pairs), x_PF.dtype)
@@ -61,7 +61,7 @@ def adapted_linear(experts: Any, name: str, x_PF: Tensor, pairs: Pairs) -> Tenso
     return y_PO + grouped_linear(low_Pr, b_LOr, pairs) * experts.lora_scale
 
 
-def _weight(experts: Any, key: str, pairs: Pairs) -> Tensor | None:
+def weight_of(experts: Any, key: str, pairs: Pairs) -> Tensor | None:
     """A parameter's rows for the experts of `pairs`; None where the module has no such."""
     own = getattr(experts, key, None)
     if own is None:
