@@ -48,12 +48,15 @@ def adapted_linear(experts: Any, name: str, x_PF: Tensor, pairs: Pairs) -> Tenso
     bias_LO = getattr(experts, f"{name}_bias", None)
     if bias_LO is not None:
         y_PO = y_PO + local(bias_LO)[pairs.expert_P]
-    a_LrF = getattr(experts, f"lora_{name}_A", None)
-    if a_LrF is None:
+    b_LOr = getattr(experts, f"lora_{name}_B", None)
+    if b_LOr is None:
         return y_PO
-    b_LOr = local(getattr(experts, f"lora_{name}_B"))
-    a_LrF, b_LOr = _padded(_used(local(a_LrF), pairs), _used(b_LOr, pairs), x_PF.dtype)
-    low_Pr = grouped_linear(x_PF, a_LrF, pairs)
+    (owner,) = getattr(experts, "lora_shared", (experts,))
+    a = local(getattr(owner, f"lora_{name}_A"))
+    shared = a.ndim == 2
+    a, b_LOr = _padded(a if shared else _used(a, pairs), _used(local(b_LOr), pairs), x_PF.dtype)
+    x_PF = F.dropout(x_PF, experts.lora_dropout, experts.training)
+    low_Pr = F.linear(x_PF, a) if shared else grouped_linear(x_PF, a, pairs)
     return y_PO + grouped_linear(low_Pr, b_LOr, pairs) * experts.lora_scale
 
 
@@ -64,12 +67,12 @@ def _used(factor: Tensor, pairs: Pairs) -> Tensor:
     return torch.where((counts_L > 0).view(-1, 1, 1), factor, 0)
 
 
-def _padded(a_LrF: Tensor, b_LOr: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The factors in the compute dtype, the rank padded with zeros to a stride of 16 bytes, as
-    grouped GEMM asks for."""
-    a_LrF, b_LOr = a_LrF.to(dtype), b_LOr.to(dtype)
-    pad = -a_LrF.shape[1] % (16 // dtype.itemsize)
-    return F.pad(a_LrF, (0, 0, 0, pad)), F.pad(b_LOr, (0, pad))
+def _padded(a: Tensor, b_LOr: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The factors, A `[L, r, F]` or shared `[r, F]`, in the compute dtype, the rank padded with
+    zeros to a stride of 16 bytes, as grouped GEMM asks for."""
+    a, b_LOr = a.to(dtype), b_LOr.to(dtype)
+    pad = -b_LOr.shape[2] % (16 // dtype.itemsize)
+    return F.pad(a, (0, 0, 0, pad)), F.pad(b_LOr, (0, pad))
 
 
 def local(parameter: Tensor) -> Tensor:

@@ -6,8 +6,10 @@ Conversion comes before sharding, always: see `analyzers.conversion`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,43 +18,16 @@ from analyzers.conversion import Recipe, plan_conversion
 from analyzers.errors import InputError
 from runtime.adapters import is_adapter
 from runtime.expert_lists import converters, under_own_names
+from runtime.reader import Reader
 from runtime.shards import full, local_rows, tensor_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-READABLE = {"F64", "F32", "F16", "BF16", "I64", "I32", "BOOL", "U8"}
-
-
-class Reader:
-    """Reads tensors, whole or by rows, from the safetensors shards of a model folder."""
-
-    def __init__(self, folder: str | Path) -> None:
-        from analyzers.checkpoint import open_checkpoint
-
-        checkpoint = open_checkpoint(folder)
-        if checkpoint is None:
-            raise InputError(folder, fault="has no weights", fix="a folder with *.safetensors")
-        self.tensors = checkpoint.tensors
-        self._open: dict[str, Any] = {}
-
-    def _slice(self, name: str) -> Any:
-        from safetensors import safe_open
-
-        info = self.tensors[name]
-        if info.dtype not in READABLE:
-            fault = f"stored as {info.dtype}, which is not trained from yet"
-            raise InputError(info.shard, field=name, fault=fault, fix="use bfloat16 weights")
-        shard = str(info.shard)
-        if shard not in self._open:
-            self._open[shard] = safe_open(shard, framework="pt")
-        return self._open[shard].get_slice(name)
-
-    def whole(self, name: str) -> Tensor:
-        return self._slice(name)[...]
-
-    def rows(self, name: str, low: int, high: int) -> Tensor:
-        return self._slice(name)[low:high]
+PIECE = 32 * 2**20
+"""Bytes of a model tensor that are read and converted at once."""
+READERS = 4
+"""Threads of a rank that do so; a rank holds as many pieces beside its own shards."""
 
 
 @torch.no_grad()
@@ -69,13 +44,15 @@ def load_weights(model: PreTrainedModel, folder: str | Path) -> list[str]:
         missing = ", ".join(conversion.missing[:8])
         more = f" and {len(conversion.missing) - 8} more" if len(conversion.missing) > 8 else ""
         raise InputError(folder, fault=f"the checkpoint lacks {missing}{more}")
-    for name, tensor in state.items():
-        recipe = conversion.recipes.get(name)
-        if recipe is None:
-            continue  # tied to a weight that is filled
-        shard, low, high = local_rows(tensor)
-        rows = _rows(recipe, reader, model, tensor.shape, low, high)
-        shard.copy_(rows)
+    pieces = [
+        piece
+        for name, tensor in state.items()
+        if name in conversion.recipes  # others are tied to a weight that is filled
+        for piece in _pieces(_as_stored(conversion.recipes[name], reader, tensor.shape), tensor)
+    ]
+    with ThreadPoolExecutor(READERS) as pool:
+        for _ in pool.map(lambda piece: piece.fill(reader, model), pieces):
+            pass
     _fill_computed_buffers(model, set(conversion.recipes))
     return conversion.unexpected
 
@@ -85,27 +62,62 @@ def _base_state(model: PreTrainedModel) -> dict[str, Tensor]:
     return {n: t for n, t in model.state_dict(keep_vars=True).items() if not is_adapter(n)}
 
 
-def _rows(
-    recipe: Recipe, reader: Reader, model: PreTrainedModel, shape: torch.Size, low: int, high: int
-) -> Tensor:
-    """Rows `[low, high)` of a model tensor; of a bank of experts only those experts are read."""
-    if recipe.converter is None and shape:
-        source = recipe.names[0]
-        found = tuple(reader.tensors[source].shape)
-        _check_shape(recipe, found, shape, reader)
-        return reader.rows(source, low, high)
-    if recipe.by_expert:
-        counts = {len(names) for names in recipe.sources.values()}
-        if counts != {shape[0]}:
-            _check_shape(recipe, (*counts, *shape[1:]), shape, reader)
-        if low == high:
-            return torch.empty(0, *shape[1:])
-        rows = recipe.convert(reader.whole, model, experts=(low, high))
-        _check_shape(recipe, (shape[0], *rows.shape[1:]), shape, reader)
-        return rows
-    tensor = recipe.convert(reader.whole, model)
-    _check_shape(recipe, tuple(tensor.shape), shape, reader)
-    return tensor[low:high] if shape else tensor
+@dataclass(frozen=True)
+class Piece:
+    """Rows `[low, high)` of a model tensor and where this rank keeps them."""
+
+    recipe: Recipe
+    shape: torch.Size
+    """Of the whole tensor."""
+    low: int
+    high: int
+    place: Tensor
+
+    def fill(self, reader: Reader, model: PreTrainedModel) -> None:
+        self.place.copy_(self._rows(reader, model))
+
+    def _rows(self, reader: Reader, model: PreTrainedModel) -> Tensor:
+        recipe, low, high = self.recipe, self.low, self.high
+        if recipe.by_expert:
+            counts = {len(names) for names in recipe.sources.values()}
+            if counts != {self.shape[0]}:
+                _check_shape(recipe, (*counts, *self.shape[1:]), self.shape, reader)
+            rows = recipe.convert(reader.whole, model, experts=(low, high))
+            _check_shape(recipe, (self.shape[0], *rows.shape[1:]), self.shape, reader)
+            return rows
+        if recipe.by_row and self.shape:
+            counts = {reader.tensors[name].shape[:1] for name in recipe.names}
+            if counts != {self.shape[:1]}:
+                _check_shape(recipe, (*counts.pop(), *self.shape[1:]), self.shape, reader)
+            rows = recipe.convert(lambda name: reader.rows(name, low, high), model)
+            _check_shape(recipe, (self.shape[0], *rows.shape[1:]), self.shape, reader)
+            return rows
+        tensor = recipe.convert(reader.whole, model)
+        _check_shape(recipe, tuple(tensor.shape), self.shape, reader)
+        return tensor[low:high] if self.shape else tensor
+
+
+def _as_stored(recipe: Recipe, reader: Reader, shape: torch.Size) -> Recipe:
+    """The recipe without a transposition that transformers makes only where shapes differ: of rows
+    alone they always do."""
+    checked = recipe.by_row and recipe.converter is not None
+    checked = checked and all(getattr(o, "check_dims", False) for o in recipe.converter.operations)
+    same = checked and reader.tensors[recipe.names[0]].shape == tuple(shape)
+    return replace(recipe, converter=None) if same else recipe
+
+
+def _pieces(recipe: Recipe, tensor: Tensor) -> Iterator[Piece]:
+    """This rank's rows in pieces of about PIECE bytes; in one where no part can be read alone."""
+    shard, low, high = local_rows(tensor)
+    if low == high:
+        return
+    step = high - low
+    if tensor.ndim and (recipe.by_expert or recipe.by_row):
+        step = max(1, PIECE // max(1, shard.nbytes // step))
+    for start in range(low, high, step):
+        stop = min(start + step, high)
+        place = shard[start - low : stop - low] if tensor.ndim else shard
+        yield Piece(recipe, tensor.shape, start, stop, place)
 
 
 def _check_shape(recipe: Recipe, found: tuple, shape: torch.Size, reader: Reader) -> None:
