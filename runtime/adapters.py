@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,9 +33,11 @@ PART_OF_TARGET = {
 
 
 class LoraLinear(nn.Linear):
-    """`x W^T + b + scale * (dropout(x) A^T) B^T`; the factors are float32 and computed in the dtype
-    of x. A layer that is recomputed in backward sees the mask of its forward: checkpointing restores
-    the random state."""
+    """`x W^T + b + scale * (dropout(x) A^T) B^T`; factors are float32, computed in the dtype of x.
+
+    A layer that is recomputed in backward sees the mask of its forward: checkpointing restores the
+    random state.
+    """
 
     lora_A: nn.Parameter
     lora_B: nn.Parameter
@@ -191,6 +194,37 @@ def _uniform(shape: torch.Size, key: str) -> Tensor:
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     bound = 1 / math.sqrt(shape[-1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A base weight with its adapter."""
+
+    a: str
+    """Names of the factors in the model."""
+    b: str
+    scale: float
+    bank: bool
+    """Stacked experts: factors `[E, r, in]`, or `[r, in]` when shared, and `[E, out, r]`."""
+    transposed: bool
+    """The weight is `[E, in, out]`."""
+
+
+def adapted_weights(model: nn.Module) -> dict[str, Adapted]:
+    """What is adapted, by the name of the base weight."""
+    found: dict[str, Adapted] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLinear):
+            a, b = f"{name}.lora_A", f"{name}.lora_B"
+            found[f"{name}.weight"] = Adapted(a, b, module.lora_scale, False, False)
+    for name, module in experts_of(model).items():
+        owner = name.rpartition(".")[0] if hasattr(module, "lora_shared") else name
+        for bank in banks(module):
+            if hasattr(module, f"lora_{bank}_B"):
+                a, b = f"{owner}.lora_{bank}_A", f"{name}.lora_{bank}_B"
+                scale, turned = module.lora_scale, module.is_transposed
+                found[f"{name}.{bank}"] = Adapted(a, b, scale, True, turned)
+    return found
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

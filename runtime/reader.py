@@ -29,20 +29,24 @@ DTYPES = {
 
 
 class Reader:
-    """Any number of threads may read at once; files are closed with the reader.
+    """Of a model folder or of one file. Any number of threads may read at once; files are closed
+    with the reader.
 
     Raises InputError for a folder without weights, a dtype that is not trained from, a file that
     became shorter.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        from analyzers.checkpoint import open_checkpoint
+    def __init__(self, path: str | Path) -> None:
+        from analyzers.checkpoint import open_checkpoint, read_header
 
-        checkpoint = open_checkpoint(folder)
-        if checkpoint is None:
-            raise InputError(folder, fault="has no weights", fix="a folder with *.safetensors")
-        self.tensors = checkpoint.tensors
-        self._files = {shard: os.open(shard, os.O_RDONLY) for shard in checkpoint.shards}
+        if Path(path).is_file():
+            self.tensors = read_header(Path(path))
+        elif (checkpoint := open_checkpoint(path)) is not None:
+            self.tensors = checkpoint.tensors
+        else:
+            raise InputError(path, fault="has no weights", fix="a folder with *.safetensors")
+        shards = {info.shard for info in self.tensors.values()}
+        self._files = {shard: os.open(shard, os.O_RDONLY) for shard in shards}
         for file in self._files.values():
             weakref.finalize(self, os.close, file)
 

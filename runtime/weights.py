@@ -48,7 +48,7 @@ def load_weights(model: PreTrainedModel, folder: str | Path) -> list[str]:
         piece
         for name, tensor in state.items()
         if name in conversion.recipes  # others are tied to a weight that is filled
-        for piece in _pieces(_as_stored(conversion.recipes[name], reader, tensor.shape), tensor)
+        for piece in _pieces(as_stored(conversion.recipes[name], reader, tensor.shape), tensor)
     ]
     with ThreadPoolExecutor(READERS) as pool:
         for _ in pool.map(lambda piece: piece.fill(reader, model), pieces):
@@ -97,7 +97,7 @@ class Piece:
         return tensor[low:high] if self.shape else tensor
 
 
-def _as_stored(recipe: Recipe, reader: Reader, shape: torch.Size) -> Recipe:
+def as_stored(recipe: Recipe, reader: Reader, shape: torch.Size) -> Recipe:
     """The recipe without a transposition that transformers makes only where shapes differ: of rows
     alone they always do."""
     checked = recipe.by_row and recipe.converter is not None

@@ -1,0 +1,152 @@
+"""`python -m runtime.merge RUN_DIR FOLDER`: the base model with the adapter added to its weights.
+
+The folder is a copy of the model folder in which the bytes of adapted tensors are replaced, under
+the names and in the dtype that the checkpoint has. Experts are merged one by one, other tensors
+whole, so memory holds a few matrices whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from analyzers.conversion import Recipe, plan_conversion
+from analyzers.errors import AdaptError, InputError
+from runtime.adapters import Adapted, adapted_weights, is_adapter
+from runtime.build import Documents, build_adapted
+from runtime.expert_lists import converters
+from runtime.peft_format import StoredAdapter
+from runtime.reader import DTYPES, Reader
+from runtime.weights import as_stored
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from analyzers.checkpoint import TensorInfo
+
+FLOATS = {name for name, dtype in DTYPES.items() if dtype.is_floating_point}
+
+
+@torch.no_grad()
+def merge(documents: Documents, folder: Path, adapter: Path | None = None) -> int:
+    """Writes the merged model to `folder`, which must not exist; returns how many tensors changed.
+
+    `adapter` is that of the run by default. Raises InputError for a base whose adapted tensors are
+    packed: a merged value would not be one that the format has.
+    """
+    model = build_adapted(documents)
+    lora, base = documents.job.lora, Path(documents.job.model)
+    stored = StoredAdapter(adapter or documents.run_dir / "adapter", model, lora)
+    reader = Reader(base)
+    state = {n: t for n, t in model.state_dict(keep_vars=True).items() if not is_adapter(n)}
+    recipes = plan_conversion(model, reader.tensors, state, converters(model)).recipes
+    adapted = adapted_weights(model)
+    for name in adapted:
+        for source in recipes[name].names:
+            info = reader.tensors[source]
+            if info.dtype not in FLOATS:
+                fault = f"stored as {info.dtype}, which a merged weight is not"
+                raise InputError(info.shard, field=source, fault=fault, fix="unpack the base first")
+    if folder.exists():
+        raise InputError(folder, fault="exists", fix="give a new folder")
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(base, partial)
+    changed = set[str]()
+    for name, weight in adapted.items():
+        recipe = as_stored(recipes[name], reader, state[name].shape)
+        for part, delta in _deltas(model, recipe, weight, stored):
+            for source, values in _moved_back(model, recipe, part, delta, reader).items():
+                row = part[0] if part and not recipe.by_expert else 0
+                _add(partial, reader.tensors[source], row, values)
+                changed.add(source)
+    partial.rename(folder)
+    return len(changed)
+
+
+def _deltas(
+    model: nn.Module, recipe: Recipe, weight: Adapted, stored: StoredAdapter
+) -> Iterator[tuple[tuple[int, int] | None, Tensor]]:
+    """The float32 delta of experts `(low, high)`, one at a time, or of a whole tensor, None."""
+    a, b = model.get_parameter(weight.a), model.get_parameter(weight.b)
+
+    def of(low: int, high: int) -> Tensor:
+        b_rows = stored.rows(weight.b, b.shape, low, high)
+        a_rows = (low, high) if a.ndim == 3 else (0, a.shape[0])
+        delta = b_rows @ stored.rows(weight.a, a.shape, *a_rows) * weight.scale
+        return delta.transpose(-2, -1) if weight.transposed else delta
+
+    if weight.bank and (recipe.by_expert or recipe.by_row):
+        for expert in range(b.shape[0]):
+            yield (expert, expert + 1), of(expert, expert + 1)
+    else:
+        yield None, of(0, b.shape[0])
+
+
+def _moved_back(
+    model: PreTrainedModel,
+    recipe: Recipe,
+    part: tuple[int, int] | None,
+    delta: Tensor,
+    reader: Reader,
+) -> dict[str, Tensor]:
+    """The delta of a model tensor, or of experts of it, as that of each checkpoint tensor.
+
+    A conversion only moves values, so it is followed with numbers in their place: converting the
+    positions of all source values tells where each value of the tensor comes from. Raises
+    InputError when the conversion computes.
+    """
+    low, high = part or (0, None)
+    experts = part if recipe.by_expert else None
+    names = [n for g in recipe.sources.values() for n in (g[low:high] if experts else g)]
+    shapes = [reader.tensors[name].shape for name in names]
+    if part and not experts:
+        shapes = [(part[1] - part[0], *shape[1:]) for shape in shapes]
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    numbers = torch.arange(sum(sizes)).split(sizes)
+    read = {n: p.view(s) for n, p, s in zip(names, numbers, shapes, strict=True)}
+    found = recipe.convert(read.__getitem__, model, experts=experts)
+    positions = found.flatten()
+    moved = found.dtype == torch.int64 and found.shape == delta.shape
+    if not moved or positions.unique().numel() != positions.numel():
+        raise InputError(names[0], fault=f"is computed with to make {recipe.name}, not only moved")
+    back = torch.zeros(sum(sizes))
+    back[positions] = delta.flatten()
+    return {n: p.view(s) for n, p, s in zip(names, back.split(sizes), shapes, strict=True)}
+
+
+def _add(folder: Path, info: TensorInfo, row: int, delta: Tensor) -> None:
+    """Adds to the rows of a tensor of the copy from `row` on, in float32, and rounds once."""
+    path = folder / info.shard.name
+    base = Reader(path).rows(info.name, row, row + delta.shape[0])
+    merged = (base.float() + delta).to(base.dtype)
+    begin = info.begin + row * info.nbytes // info.shape[0]
+    with path.open("r+b") as file:
+        os.pwrite(file.fileno(), merged.view(torch.uint8).numpy().tobytes(), begin)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m runtime.merge", description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("folder", type=Path, help="a new folder for the merged model")
+    parser.add_argument("--adapter", type=Path, help="another adapter than RUN_DIR/adapter")
+    given = parser.parse_args()
+    try:
+        changed = merge(Documents.read(given.run_dir), given.folder, given.adapter)
+    except AdaptError as e:
+        print(e, file=sys.stderr)
+        return e.exit_status
+    print(f"{changed} tensors merged: {given.folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
