@@ -12,20 +12,20 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from analyzers.conversion import Recipe, plan_conversion
+from analyzers.conversion import Recipe
 from analyzers.errors import AdaptError, InputError
-from runtime.adapters import Adapted, adapted_weights, is_adapter
+from runtime.adapters import Adapted, adapted_weights
 from runtime.build import Documents, build_adapted
-from runtime.expert_lists import converters
 from runtime.peft_format import StoredAdapter
 from runtime.reader import DTYPES, Reader
-from runtime.weights import as_stored
+from runtime.weights import as_stored, conversion_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,14 +43,12 @@ def merge(documents: Documents, folder: Path, adapter: Path | None = None) -> in
     packed: a merged value would not be one that the format has.
     """
     model = build_adapted(documents)
-    lora, base = documents.job.lora, Path(documents.job.model)
-    stored = StoredAdapter(adapter or documents.run_dir / "adapter", model, lora)
+    base = Path(documents.job.model)
+    stored = StoredAdapter(adapter or documents.run_dir / "adapter", model, documents.job.lora)
     reader = Reader(base)
-    state = {n: t for n, t in model.state_dict(keep_vars=True).items() if not is_adapter(n)}
-    recipes = plan_conversion(model, reader.tensors, state, converters(model)).recipes
-    adapted = adapted_weights(model)
-    for name in adapted:
-        for source in recipes[name].names:
+    recipes = adapted_recipes(model, reader)
+    for recipe in recipes.values():
+        for source in recipe.names:
             info = reader.tensors[source]
             if info.dtype not in FLOATS:
                 fault = f"stored as {info.dtype}, which a merged weight is not"
@@ -61,15 +59,24 @@ def merge(documents: Documents, folder: Path, adapter: Path | None = None) -> in
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(base, partial)
     changed = set[str]()
-    for name, weight in adapted.items():
-        recipe = as_stored(recipes[name], reader, state[name].shape)
+    for name, weight in adapted_weights(model).items():
+        recipe = recipes[name]
         for part, delta in _deltas(model, recipe, weight, stored):
-            for source, values in _moved_back(model, recipe, part, delta, reader).items():
+            for source, values in origins(model, recipe, part, reader).back(delta).items():
                 row = part[0] if part and not recipe.by_expert else 0
                 _add(partial, reader.tensors[source], row, values)
                 changed.add(source)
     partial.rename(folder)
     return len(changed)
+
+
+def adapted_recipes(model: PreTrainedModel, reader: Reader) -> dict[str, Recipe]:
+    """How the checkpoint makes each weight that is adapted."""
+    recipes = conversion_of(model, reader).recipes
+    return {
+        name: as_stored(recipes[name], reader, model.get_parameter(name).shape)
+        for name in adapted_weights(model)
+    }
 
 
 def _deltas(
@@ -91,18 +98,31 @@ def _deltas(
         yield None, of(0, b.shape[0])
 
 
-def _moved_back(
-    model: PreTrainedModel,
-    recipe: Recipe,
-    part: tuple[int, int] | None,
-    delta: Tensor,
-    reader: Reader,
-) -> dict[str, Tensor]:
-    """The delta of a model tensor, or of experts of it, as that of each checkpoint tensor.
+@dataclass(frozen=True)
+class Origins:
+    """Where the values of a model tensor, or of experts of it, lie in the checkpoint."""
 
-    A conversion only moves values, so it is followed with numbers in their place: converting the
-    positions of all source values tells where each value of the tensor comes from. Raises
-    InputError when the conversion computes.
+    names: list[str]
+    shapes: list[tuple[int, ...]]
+    """Of the sources, or of the experts' rows in them."""
+    positions: Tensor
+    """In the form of the model tensor: numbers of values, counted through all sources."""
+
+    def back(self, values: Tensor) -> dict[str, Tensor]:
+        """Values of the model tensor as parts of each source; zero where others lie."""
+        sizes = [torch.Size(shape).numel() for shape in self.shapes]
+        flat = torch.zeros(sum(sizes))
+        flat[self.positions.flatten()] = values.flatten()
+        parts = zip(self.names, flat.split(sizes), self.shapes, strict=True)
+        return {name: part.view(shape) for name, part, shape in parts}
+
+
+def origins(
+    model: PreTrainedModel, recipe: Recipe, part: tuple[int, int] | None, reader: Reader
+) -> Origins:
+    """Follows a conversion with numbers in the place of values, whatever it does with them.
+
+    `part` are experts. Raises InputError when the conversion computes, and does not only move.
     """
     low, high = part or (0, None)
     experts = part if recipe.by_expert else None
@@ -113,14 +133,10 @@ def _moved_back(
     sizes = [torch.Size(shape).numel() for shape in shapes]
     numbers = torch.arange(sum(sizes)).split(sizes)
     read = {n: p.view(s) for n, p, s in zip(names, numbers, shapes, strict=True)}
-    found = recipe.convert(read.__getitem__, model, experts=experts)
-    positions = found.flatten()
-    moved = found.dtype == torch.int64 and found.shape == delta.shape
-    if not moved or positions.unique().numel() != positions.numel():
+    positions = recipe.convert(read.__getitem__, model, experts=experts)
+    if positions.dtype != torch.int64 or positions.unique().numel() != positions.numel():
         raise InputError(names[0], fault=f"is computed with to make {recipe.name}, not only moved")
-    back = torch.zeros(sum(sizes))
-    back[positions] = delta.flatten()
-    return {n: p.view(s) for n, p, s in zip(names, back.split(sizes), shapes, strict=True)}
+    return Origins(names, shapes, positions)
 
 
 def _add(folder: Path, info: TensorInfo, row: int, delta: Tensor) -> None:

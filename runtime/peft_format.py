@@ -31,6 +31,10 @@ PREFIX = "base_model.model."
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 LINEAR = ("lora_A", "lora_B")
 """Names of the factors of a linear layer."""
+RENAMED = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+"""Names by which PEFT takes a linear layer for one of the experts, which it then looks for in the
+stack, whatever the rest of the name says (`_convert_peft_config_moe`). The same adapter under the
+same names, but of the layer's `weight` as a parameter, is left as it is."""
 PLAIN = {
     "peft_type": "LORA",
     "bias": "none",
@@ -88,19 +92,25 @@ def peft_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def peft_config(model: nn.Module, job: Job) -> dict[str, object]:
-    lora = job.lora
-    ranks = {n: m.lora_A.shape[0] for n, m in model.named_modules() if isinstance(m, LoraLinear)}
-    linears, parameters = list(ranks), []
-    for name, module in experts_of(model).items():
-        adapted = [bank for bank in banks(module) if hasattr(module, f"lora_{bank}_B")]
-        if isinstance(module, ExpertList):
-            experts, paths = range(module.num_experts), [module.sources[b] for b in adapted]
-            names = [f"{name}.{e}.{path}" for e in experts for path in paths]
-            linears += names
-        else:
-            names = [f"{name}.{bank}" for bank in adapted]
-            parameters += names
-        ranks |= dict.fromkeys(names, lora.rank_of("routed_experts"))
+    lora, experts = job.lora, experts_of(model)
+    modules, parameters, ranks = list[str](), list[str](), dict[str, int]()
+    stacked = any(not isinstance(module, ExpertList) for module in experts.values())
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLinear):
+            by_weight = stacked and name.rpartition(".")[2] in RENAMED
+            names = [f"{name}.weight" if by_weight else name]
+            (parameters if by_weight else modules).extend(names)
+            ranks |= dict.fromkeys(names, module.lora_A.shape[0])
+        elif name in experts:
+            adapted = [bank for bank in banks(module) if hasattr(module, f"lora_{bank}_B")]
+            if isinstance(module, ExpertList):
+                paths = [module.sources[bank] for bank in adapted]
+                names = [f"{name}.{e}.{path}" for e in range(len(module)) for path in paths]
+                modules += names
+            else:
+                names = [f"{name}.{bank}" for bank in adapted]
+                parameters += names
+            ranks |= dict.fromkeys(names, lora.rank_of("routed_experts"))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -109,11 +119,11 @@ def peft_config(model: nn.Module, job: Job) -> dict[str, object]:
         "rank_pattern": {re.escape(n): r for n, r in ranks.items() if r != lora.rank},
         "lora_alpha": lora.alpha,
         "use_rslora": lora.rslora,
-        # PEFT refuses to load stacked experts with a dropout, though it would not apply it.
+        # PEFT refuses to load adapters of parameters with a dropout, though it applies none.
         "lora_dropout": 0.0 if parameters else lora.dropout,
         "bias": "none",
         "inference_mode": True,
-        "target_modules": linears,
+        "target_modules": modules,
         "target_parameters": parameters or None,
     }
 

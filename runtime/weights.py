@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from analyzers.conversion import Recipe, plan_conversion
+from analyzers.conversion import Conversion, Recipe, plan_conversion
 from analyzers.errors import InputError
 from runtime.adapters import is_adapter
 from runtime.expert_lists import converters, under_own_names
@@ -38,8 +40,8 @@ def load_weights(model: PreTrainedModel, folder: str | Path) -> list[str]:
     tensors which the checkpoint lacks or holds in another shape.
     """
     reader = Reader(folder)
-    state = _base_state(model)
-    conversion = plan_conversion(model, reader.tensors, state, converters(model))
+    state = base_state(model)
+    conversion = conversion_of(model, reader)
     if conversion.missing:
         missing = ", ".join(conversion.missing[:8])
         more = f" and {len(conversion.missing) - 8} more" if len(conversion.missing) > 8 else ""
@@ -57,9 +59,31 @@ def load_weights(model: PreTrainedModel, folder: str | Path) -> list[str]:
     return conversion.unexpected
 
 
-def _base_state(model: PreTrainedModel) -> dict[str, Tensor]:
+def base_state(model: PreTrainedModel) -> dict[str, Tensor]:
     """The weights and persistent buffers of the model itself."""
     return {n: t for n, t in model.state_dict(keep_vars=True).items() if not is_adapter(n)}
+
+
+def conversion_of(model: PreTrainedModel, reader: Reader) -> Conversion:
+    """How the checkpoint makes the model's own weights; the model may be sharded."""
+    with _own_classes(model):
+        return plan_conversion(model, reader.tensors, base_state(model), converters(model))
+
+
+@contextmanager
+def _own_classes(model: nn.Module) -> Iterator[None]:
+    """Takes away the class that FSDP puts before a module's own: transformers finds a model's
+    conversions by the name of its class, and finds others, or none, by FSDP's."""
+    sharded = [
+        (module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)
+    ]
+    try:
+        for module, cls in sharded:
+            module.__class__ = cls.__mro__[2]  # FSDP's, FSDPModule, the module's own
+        yield
+    finally:
+        for module, cls in sharded:
+            module.__class__ = cls
 
 
 @dataclass(frozen=True)
@@ -162,8 +186,7 @@ def digest(model: nn.Module, *, adapters: bool = False) -> dict[str, str]:
 
 def stored_digest(model: PreTrainedModel, reader: Reader) -> dict[str, str]:
     """What `digest` must give: each tensor converted whole, in this process, one at a time."""
-    state = _base_state(model)
-    recipes = plan_conversion(model, reader.tensors, state, converters(model)).recipes
+    state, recipes = base_state(model), conversion_of(model, reader).recipes
     return {
         own: tensor_digest(tensor.to(state[name].dtype))
         for name, recipe in recipes.items()
