@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from analyzers.errors import InputError
+from analyzers.structure import decoder_layers
 from runtime.experts import experts_of
 from runtime.shards import local_rows
 
@@ -102,7 +103,7 @@ def _check(lora: Lora) -> None:
 
 
 def _linear_names(model: nn.Module, analysis: ModelAnalysis, part: str) -> list[str]:
-    prefix = layers_name(model)
+    prefix, _ = decoder_layers(model)
     return [
         f"{prefix}.{layer}.{linear.name}"
         for block in analysis.blocks
@@ -110,21 +111,6 @@ def _linear_names(model: nn.Module, analysis: ModelAnalysis, part: str) -> list[
         for linear in block.linears
         if linear.part == part
     ]
-
-
-def layers_name(model: nn.Module) -> str:
-    """Name of the list of decoder layers, e.g. `model.layers`: the longest one of the model."""
-    kinds = set(getattr(model, "_no_split_modules", None) or ())
-    lists = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        and len(module)
-        and (not kinds or type(module[0]).__name__ in kinds)
-    }
-    if not lists:
-        raise InputError(type(model).__name__, fault="has no list of decoder layers")
-    return max(lists, key=lambda name: len(lists[name]))
 
 
 def _adapt_linear(name: str, module: Any, lora: Lora, target: LoraTarget) -> None:

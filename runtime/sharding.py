@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from analyzers.errors import InputError
 from analyzers.models import float32_names, is_named
-from runtime.adapters import layers_name
+from analyzers.structure import decoder_layers
 from runtime.dispatch import AllGather, AllToAll
 from runtime.experts import experts_of, use_own_experts
 
@@ -108,7 +108,7 @@ def parallelize(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
         elif plan.parallelism.ep > 1:
             # Nothing left to gather: the experts stay out of FSDP, as DTensors on `ep` alone.
             own_groups |= set(experts.parameters(recurse=False))
-    for layer in model.get_submodule(layers_name(model)).children():
+    for layer in decoder_layers(model)[1]:
         _shard(layer, meshes.fsdp, plan.reshard_after_forward, own_groups)
     _shard(model, meshes.fsdp, False, own_groups)
     for module in model.modules():
