@@ -121,8 +121,12 @@ def _shortened(documents: Documents) -> tuple[Documents, list[str]]:
         changed.append(f"gradient accumulation: {accumulation} instead of {wanted}")
     if plan.compute_dtype != "float32":
         changed.append(f"dtype: proved in float32, trained in {plan.compute_dtype}")
+    lora = documents.job.lora
+    if lora.dropout:
+        changed.append(f"dropout: proved without, trained with {lora.dropout}")
     plan = replace(plan, micro_batch_size=micro, gradient_accumulation=accumulation)
-    return replace(documents, plan=plan), changed
+    job = replace(documents.job, lora=replace(lora, dropout=0.0))
+    return replace(documents, job=job, plan=plan), changed
 
 
 def _dataset(documents: Documents) -> tuple[Dataset, int]:
