@@ -33,6 +33,9 @@ PART_OF_TARGET = {
 }
 
 
+MAMBA_READS = ("out_proj", "dt_proj")
+
+
 class LoraLinear(nn.Linear):
     """`x W^T + b + scale * (dropout(x) A^T) B^T`; factors are float32, computed in the dtype of x.
 
@@ -71,7 +74,7 @@ def insert_adapters(model: nn.Module, lora: Lora, analysis: ModelAnalysis) -> li
         else:
             names = _linear_names(model, analysis, PART_OF_TARGET[target])
             for name in names:
-                _adapt_linear(name, model.get_submodule(name), lora, target)
+                _adapt_linear(model.get_submodule(name), lora, target)
         if not names and target in ("attention", "routed_experts"):
             raise InputError(
                 "job.json",
@@ -103,20 +106,28 @@ def _check(lora: Lora) -> None:
 
 
 def _linear_names(model: nn.Module, analysis: ModelAnalysis, part: str) -> list[str]:
+    """Linear layers of a part, without those that an adapter would not reach or be wrong for."""
     prefix, _ = decoder_layers(model)
-    return [
+    names = [
         f"{prefix}.{layer}.{linear.name}"
         for block in analysis.blocks
         for layer in block.layers
         for linear in block.linears
         if linear.part == part
     ]
+    return [name for name in names if _reached(model, name)]
 
 
-def _adapt_linear(name: str, module: Any, lora: Lora, target: LoraTarget) -> None:
-    if type(module) is not nn.Linear:
-        kind = type(module).__name__
-        raise InputError("job.json", field="lora.targets", fault=f"{name} is a {kind}, not linear")
+def _reached(model: nn.Module, name: str) -> bool:
+    """Whether a layer is a plain product that the model calls. A class of its own may compute
+    something else; Mamba's fused kernels take these weights and leave the layer out."""
+    owner, _, last = name.rpartition(".")
+    mixer = model.get_submodule(owner)
+    mamba = hasattr(mixer, "conv1d") and hasattr(mixer, "D")
+    return type(model.get_submodule(name)) is nn.Linear and not (mamba and last in MAMBA_READS)
+
+
+def _adapt_linear(module: Any, lora: Lora, target: LoraTarget) -> None:
     module.__class__ = LoraLinear
     assert isinstance(module, LoraLinear)
     rank, device = lora.rank_of(target), module.weight.device

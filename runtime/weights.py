@@ -158,12 +158,15 @@ def _fill_computed_buffers(model: PreTrainedModel, loaded: set[str]) -> None:
         computed = [b for b in module._buffers if f"{prefix}{b}" not in loaded]
         if not any(module._buffers[b] is not None for b in computed):
             continue
-        if next(module.parameters(recurse=False), None) is not None:
-            raise InputError(type(module).__name__, fault=f"{prefix}{computed[0]} is never filled")
+        for own in (*module._parameters.values(), *module._buffers.values()):
+            if own is not None:
+                own._is_hf_initialized = True  # type: ignore[attr-defined]  # read, leave it alone
         for buffer in computed:
             value = module._buffers[buffer]
-            if value is not None and value.is_floating_point():
-                value.fill_(float("nan"))
+            if value is not None:
+                value._is_hf_initialized = False  # type: ignore[attr-defined]
+                if value.is_floating_point():
+                    value.fill_(float("nan"))
         model._init_weights(module)
         for buffer in computed:
             value = module._buffers[buffer]
