@@ -21,18 +21,17 @@ from torch import Tensor, nn
 
 from analyzers.conversion import Recipe
 from analyzers.errors import AdaptError, InputError
+from analyzers.formats import PLAIN
 from runtime.adapters import Adapted, adapted_weights
 from runtime.build import Documents, build_adapted
 from runtime.peft_format import StoredAdapter
-from runtime.reader import DTYPES, Reader
+from runtime.reader import Reader
 from runtime.weights import as_stored, conversion_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from analyzers.checkpoint import TensorInfo
-
-FLOATS = {name for name, dtype in DTYPES.items() if dtype.is_floating_point}
 
 
 @torch.no_grad()
@@ -49,10 +48,12 @@ def merge(documents: Documents, folder: Path, adapter: Path | None = None) -> in
     recipes = adapted_recipes(model, reader)
     for recipe in recipes.values():
         for source in recipe.names:
-            info = reader.tensors[source]
-            if info.dtype not in FLOATS:
-                fault = f"stored as {info.dtype}, which a merged weight is not"
-                raise InputError(info.shard, field=source, fault=fault, fix="unpack the base first")
+            if (form := reader.tensors[source].format) not in PLAIN.values():
+                fault, fix = (
+                    f"stored as {form}, which a merged weight is not",
+                    "unpack the base first",
+                )
+                raise InputError(reader.where(source), field=source, fault=fault, fix=fix)
     if folder.exists():
         raise InputError(folder, fault="exists", fix="give a new folder")
     partial = folder.with_name(f".{folder.name}.partial")
@@ -64,7 +65,7 @@ def merge(documents: Documents, folder: Path, adapter: Path | None = None) -> in
         for part, delta in _deltas(model, recipe, weight, stored):
             for source, values in origins(model, recipe, part, reader).back(delta).items():
                 row = part[0] if part and not recipe.by_expert else 0
-                _add(partial, reader.tensors[source], row, values)
+                _add(partial, reader.stored[source], row, values)
                 changed.add(source)
     partial.rename(folder)
     return len(changed)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from analyzers.errors import InputError
+from runtime.unpack import rows_of
 
 DTYPES = {
     "F64": torch.float64,
@@ -25,43 +26,71 @@ DTYPES = {
     "I32": torch.int32,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 
 
 class Reader:
-    """Of a model folder or of one file. Any number of threads may read at once; files are closed
-    with the reader.
+    """Weights of a model folder, or tensors of one file. Any number of threads may read at once;
+    files are closed with the reader.
 
-    Raises InputError for a folder without weights, a dtype that is not trained from, a file that
-    became shorter.
+    A packed weight goes by the name and shape that it has unpacked and is read unpacked. Raises
+    InputError for a folder without weights, a format that is not read, a file that became shorter.
     """
 
     def __init__(self, path: str | Path) -> None:
-        from analyzers.checkpoint import open_checkpoint, read_header
+        from analyzers.checkpoint import CheckpointFolder, open_checkpoint, read_header
+        from analyzers.formats import Scheme, logical_tensors, quantization_of
+        from analyzers.models import read_config
 
-        if Path(path).is_file():
-            self.tensors = read_header(Path(path))
-        elif (checkpoint := open_checkpoint(path)) is not None:
-            self.tensors = checkpoint.tensors
+        path, quantization = Path(path), None
+        if path.is_file():
+            checkpoint = CheckpointFolder(path.parent, read_header(path), (path,))
         else:
-            raise InputError(path, fault="has no weights", fix="a folder with *.safetensors")
-        shards = {info.shard for info in self.tensors.values()}
-        self._files = {shard: os.open(shard, os.O_RDONLY) for shard in shards}
+            checkpoint = open_checkpoint(path)
+            if checkpoint is None:
+                raise InputError(path, fault="has no weights", fix="a folder with *.safetensors")
+            if (path / "config.json").is_file():
+                quantization = quantization_of(read_config(path))
+        self.stored = checkpoint.tensors
+        """Where each stored tensor lies."""
+        self.tensors = logical_tensors(checkpoint, quantization)
+        self._scheme = Scheme.of(quantization)
+        self._shapes = {name: info.shape for name, info in self.stored.items()}
+        self._files = {shard: os.open(shard, os.O_RDONLY) for shard in checkpoint.shards}
         for file in self._files.values():
             weakref.finalize(self, os.close, file)
 
+    def where(self, name: str) -> Path:
+        """The shard that holds a weight, or its codes."""
+        return self.stored[self.tensors[name].parts[0]].shard
+
     def whole(self, name: str) -> Tensor:
-        info = self.tensors[name]
+        weight = self.tensors[name]
+        if len(weight.parts) > 1:
+            return self.rows(name, 0, weight.shape[0])
+        info = self.stored[name]
         return self._read(name, info.begin, info.shape)
 
     def rows(self, name: str, low: int, high: int) -> Tensor:
         """Rows `[low, high)` of dimension 0, which lie together in the file."""
-        info = self.tensors[name]
-        row = info.nbytes // info.shape[0]
+        weight = self.tensors[name]
+        if len(weight.parts) > 1:
+            return rows_of(weight, low, high, self._stored_rows, self._shapes, self._scheme)
+        return self._stored_rows(name, low, high)
+
+    def _stored_rows(self, name: str, low: int, high: int) -> Tensor:
+        info = self.stored[name]
+        if not info.shape:
+            return self._read(name, info.begin, ())
+        row = info.nbytes // max(1, info.shape[0])
         return self._read(name, info.begin + low * row, (high - low, *info.shape[1:]))
 
     def _read(self, name: str, begin: int, shape: tuple[int, ...]) -> Tensor:
-        info = self.tensors[name]
+        info = self.stored[name]
         dtype = DTYPES.get(info.dtype)
         if dtype is None:
             fault = f"stored as {info.dtype}, which is not trained from yet"

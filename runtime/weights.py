@@ -148,7 +148,7 @@ def _check_shape(recipe: Recipe, found: tuple, shape: torch.Size, reader: Reader
     if tuple(found) != tuple(shape):
         source = recipe.names[0]
         fault = f"gives {recipe.name} the shape {list(found)}, the model has {list(shape)}"
-        raise InputError(reader.tensors[source].shard, field=source, fault=fault)
+        raise InputError(reader.where(source), field=source, fault=fault)
 
 
 def _fill_computed_buffers(model: PreTrainedModel, loaded: set[str]) -> None:

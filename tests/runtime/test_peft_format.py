@@ -168,6 +168,6 @@ def test_merging_into_packed_weights_is_refused(tmp_path):
     packed = EXAMPLES / "models" / "tiny-kimi-k3"
     documents = Documents(tmp_path, job_for(packed), plan_for(1), analyze(packed))
     save_adapter(trained(documents), documents.job, tmp_path / "adapter")
-    with pytest.raises(InputError, match=r"stored as U8.*unpack the base first"):
+    with pytest.raises(InputError, match=r"stored as mxfp4.*unpack the base first"):
         merge(documents, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
