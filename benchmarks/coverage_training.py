@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 RANKS = 4
-LAUNCH = 12  # architectures
+LAUNCH = 6  # architectures
 TIME_LIMIT = 90  # seconds an architecture
 LARGEST = 30_000_000  # parameters of what still counts as tiny
 DOCS = ROOT / "docs"

@@ -18,6 +18,7 @@ from runtime.adapters import initialise_adapters, insert_adapters
 from runtime.data import Dataset, load_dataset
 from runtime.expert_lists import stack_expert_lists
 from runtime.experts import use_own_experts
+from runtime.packed import keep_packed
 from runtime.peft_format import load_adapter
 from runtime.sharding import device_type, keep_float32, parallelize
 from runtime.weights import load_weights
@@ -90,6 +91,8 @@ def build_model(
     """
     job = documents.job
     model = build_adapted(documents, dtype=dtype)
+    if documents.plan.expert_weight_format == "mxfp4":
+        keep_packed(model)
     if sharded:
         parallelize(model, documents.plan)
     else:

@@ -40,11 +40,16 @@ def _has_grouped_gemm(x_PF: Tensor) -> bool:
     return x_PF.shape[0] > 0 and (x_PF.device.type == "cpu" or x_PF.dtype == torch.bfloat16)
 
 
-def adapted_linear(experts: Any, name: str, x_PF: Tensor, pairs: Pairs) -> Tensor:
-    """The bank `name` with bias and low-rank adapter; base weight plus delta never exist as one."""
+def base_linear(experts: Any, name: str, x_PF: Tensor, pairs: Pairs) -> Tensor:
+    """The frozen bank `name`; experts that keep it packed have a `base_linear` of their own."""
     weight = local(getattr(experts, name))
     w_LOF = weight.transpose(-2, -1) if experts.is_transposed else weight
-    y_PO = grouped_linear(x_PF, w_LOF, pairs)
+    return grouped_linear(x_PF, w_LOF, pairs)
+
+
+def adapted_linear(experts: Any, name: str, x_PF: Tensor, pairs: Pairs) -> Tensor:
+    """The bank `name` with bias and low-rank adapter; base weight plus delta never exist as one."""
+    y_PO = getattr(experts, "base_linear", base_linear)(experts, name, x_PF, pairs)
     bias_LO = getattr(experts, f"{name}_bias", None)
     if bias_LO is not None:
         y_PO = y_PO + local(bias_LO)[pairs.expert_P]

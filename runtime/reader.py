@@ -82,6 +82,15 @@ class Reader:
             return rows_of(weight, low, high, self._stored_rows, self._shapes, self._scheme)
         return self._stored_rows(name, low, high)
 
+    def part_rows(self, name: str, part: int, low: int, high: int) -> Tensor:
+        """Rows of the codes (part 0) or scales (1) of an MXFP4 weight, uint8 `[.., out, bytes]`."""
+        weight = self.tensors[name]
+        if weight.format != "mxfp4":
+            fault, fix = f"stored as {weight.format}, the plan keeps mxfp4", "bf16"
+            raise InputError(self.where(name), field=name, fault=fault, fix=fix)
+        rows = self._stored_rows(weight.parts[part], low, high).view(torch.uint8)
+        return rows.flatten(-2) if rows.ndim == 4 else rows  # [E, out, groups, 16]
+
     def _stored_rows(self, name: str, low: int, high: int) -> Tensor:
         info = self.stored[name]
         if not info.shape:

@@ -49,8 +49,8 @@ def build_meshes(plan: Plan) -> Meshes:
     if plan.capacity.factor is not None:
         fault = "limits the tokens of an expert, but this runtime drops and reroutes none"
         raise InputError("plan.json", field="capacity.factor", fault=fault, fix="null")
-    if plan.expert_weight_format in ("mxfp4", "fp8"):
-        fault = f"{plan.expert_weight_format}, but this runtime keeps experts unpacked"
+    if plan.expert_weight_format == "fp8":
+        fault = "fp8, but this runtime keeps experts packed as mxfp4 alone"
         raise InputError("plan.json", field="expert_weight_format", fault=fault, fix="bf16")
     if plan.activation_checkpointing == "selective":
         fault = "selective, but this runtime recomputes whole layers or nothing"

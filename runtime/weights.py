@@ -5,7 +5,8 @@ Conversion comes before sharding, always: see `analyzers.conversion`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from analyzers.conversion import Conversion, Recipe, plan_conversion
 from analyzers.errors import InputError
 from runtime.adapters import is_adapter
 from runtime.expert_lists import converters, under_own_names
+from runtime.packed import CODES, SCALES, bank_of, unpacked
 from runtime.reader import Reader
 from runtime.shards import full, local_rows, tensor_digest
 
@@ -46,12 +48,12 @@ def load_weights(model: PreTrainedModel, folder: str | Path) -> list[str]:
         missing = ", ".join(conversion.missing[:8])
         more = f" and {len(conversion.missing) - 8} more" if len(conversion.missing) > 8 else ""
         raise InputError(folder, fault=f"the checkpoint lacks {missing}{more}")
-    pieces = [
-        piece
-        for name, tensor in state.items()
-        if name in conversion.recipes  # others are tied to a weight that is filled
-        for piece in _pieces(as_stored(conversion.recipes[name], reader, tensor.shape), tensor)
-    ]
+    pieces = list[Piece]()
+    for name, tensor in state.items():
+        bank, part = bank_of(model, name) or (name, None)
+        if bank in conversion.recipes:  # others are tied to a weight that is filled
+            recipe = as_stored(conversion.recipes[bank], reader, tensor.shape)
+            pieces += _pieces(recipe, tensor, part)
     with ThreadPoolExecutor(READERS) as pool:
         for _ in pool.map(lambda piece: piece.fill(reader, model), pieces):
             pass
@@ -65,9 +67,11 @@ def base_state(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def conversion_of(model: PreTrainedModel, reader: Reader) -> Conversion:
-    """How the checkpoint makes the model's own weights; the model may be sharded."""
+    """How the checkpoint makes the model's own weights; the model may be sharded and hold banks of
+    experts packed."""
+    wanted = {(bank_of(model, n) or (n,))[0]: t for n, t in base_state(model).items()}
     with _own_classes(model):
-        return plan_conversion(model, reader.tensors, base_state(model), converters(model))
+        return plan_conversion(model, reader.tensors, wanted, converters(model))
 
 
 @contextmanager
@@ -96,29 +100,46 @@ class Piece:
     low: int
     high: int
     place: Tensor
+    part: str | None
+    """Codes or scales of a bank that stays packed."""
 
     def fill(self, reader: Reader, model: PreTrainedModel) -> None:
         self.place.copy_(self._rows(reader, model))
 
     def _rows(self, reader: Reader, model: PreTrainedModel) -> Tensor:
         recipe, low, high = self.recipe, self.low, self.high
+        number = None if self.part is None else (CODES, SCALES).index(self.part)
+
+        def read(name: str, low: int, high: int) -> Tensor:
+            if number is None:
+                return reader.rows(name, low, high)
+            return reader.part_rows(name, number, low, high)
+
         if recipe.by_expert:
             counts = {len(names) for names in recipe.sources.values()}
             if counts != {self.shape[0]}:
                 _check_shape(recipe, (*counts, *self.shape[1:]), self.shape, reader)
-            rows = recipe.convert(reader.whole, model, experts=(low, high))
+            whole = functools.partial(_whole, read, reader)
+            rows = recipe.convert(whole, model, experts=(low, high))
             _check_shape(recipe, (self.shape[0], *rows.shape[1:]), self.shape, reader)
             return rows
         if recipe.by_row and self.shape:
             counts = {reader.tensors[name].shape[:1] for name in recipe.names}
             if counts != {self.shape[:1]}:
                 _check_shape(recipe, (*counts.pop(), *self.shape[1:]), self.shape, reader)
-            rows = recipe.convert(lambda name: reader.rows(name, low, high), model)
+            rows = recipe.convert(lambda name: read(name, low, high), model)
             _check_shape(recipe, (self.shape[0], *rows.shape[1:]), self.shape, reader)
             return rows
+        if number is not None:
+            fault, fix = "is converted in a way that needs it unpacked", "plan with bf16 experts"
+            raise InputError(reader.where(recipe.names[0]), field=recipe.name, fault=fault, fix=fix)
         tensor = recipe.convert(reader.whole, model)
         _check_shape(recipe, tuple(tensor.shape), self.shape, reader)
         return tensor[low:high] if self.shape else tensor
+
+
+def _whole(read: Callable[[str, int, int], Tensor], reader: Reader, name: str) -> Tensor:
+    return read(name, 0, reader.tensors[name].shape[0])
 
 
 def as_stored(recipe: Recipe, reader: Reader, shape: torch.Size) -> Recipe:
@@ -130,7 +151,7 @@ def as_stored(recipe: Recipe, reader: Reader, shape: torch.Size) -> Recipe:
     return replace(recipe, converter=None) if same else recipe
 
 
-def _pieces(recipe: Recipe, tensor: Tensor) -> Iterator[Piece]:
+def _pieces(recipe: Recipe, tensor: Tensor, part: str | None) -> Iterator[Piece]:
     """This rank's rows in pieces of about PIECE bytes; in one where no part can be read alone."""
     shard, low, high = local_rows(tensor)
     if low == high:
@@ -141,7 +162,7 @@ def _pieces(recipe: Recipe, tensor: Tensor) -> Iterator[Piece]:
     for start in range(low, high, step):
         stop = min(start + step, high)
         place = shard[start - low : stop - low] if tensor.ndim else shard
-        yield Piece(recipe, tensor.shape, start, stop, place)
+        yield Piece(recipe, tensor.shape, start, stop, place, part)
 
 
 def _check_shape(recipe: Recipe, found: tuple, shape: torch.Size, reader: Reader) -> None:
@@ -177,9 +198,15 @@ def _fill_computed_buffers(model: PreTrainedModel, loaded: set[str]) -> None:
 def full_tensors(model: nn.Module, *, adapters: bool) -> Iterator[tuple[str, Tensor]]:
     """Every full weight and persistent buffer, or every full adapter factor, one at a time on the
     CPU, under the names of the model's own code. All ranks must walk it together."""
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if is_adapter(name) == adapters:
-            yield from under_own_names(model, name, full(tensor).cpu())
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        bank, part = bank_of(model, name) or (name, None)
+        if is_adapter(name) != adapters or part == SCALES:
+            continue
+        value = full(tensor).cpu()
+        if part == CODES:
+            value = unpacked(model, bank, value, full(state[f"{bank}{SCALES}"]).cpu())
+        yield from under_own_names(model, bank, value)
 
 
 def digest(model: nn.Module, *, adapters: bool = False) -> dict[str, str]:
@@ -191,7 +218,7 @@ def stored_digest(model: PreTrainedModel, reader: Reader) -> dict[str, str]:
     """What `digest` must give: each tensor converted whole, in this process, one at a time."""
     state, recipes = base_state(model), conversion_of(model, reader).recipes
     return {
-        own: tensor_digest(tensor.to(state[name].dtype))
+        own: tensor_digest(tensor.to(state[name].dtype if name in state else model.dtype))
         for name, recipe in recipes.items()
         for own, tensor in under_own_names(model, name, recipe.convert(reader.whole, model))
     }

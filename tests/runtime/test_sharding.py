@@ -36,6 +36,10 @@ CASES = {
         "plan": plan_for(4, ep=4, activation_checkpointing="full"),
         "model": "kimi-k3",
     },
+    "kimi-k3-packed-ep2": {
+        "plan": plan_for(4, ep=2, activation_checkpointing="full", expert_weight_format="mxfp4"),
+        "model": "kimi-k3",
+    },
     # Continues from an adapter; ranks of their own, one factor A for the experts of a layer.
     "continued-shared-a-ep2": {
         "plan": plan_for(4, ep=2, activation_checkpointing="full"),
