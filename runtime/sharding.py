@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from analyzers.errors import InputError
 from analyzers.models import float32_names, is_named
-from runtime.adapters import layers_name
+from analyzers.structure import decoder_layers
 from runtime.experts import experts_of, use_own_experts
 from runtime.experts.capacity import Limiter, limit_experts
 from runtime.experts.copies import Copies
@@ -50,8 +50,8 @@ def check_plan(plan: Plan) -> None:
         if getattr(p, axis) != 1:
             fault = f"{axis} = {getattr(p, axis)}, but this runtime shards by fsdp and ep only"
             raise InputError("plan.json", field=f"parallelism.{axis}", fault=fault)
-    if plan.expert_weight_format in ("mxfp4", "fp8"):
-        fault = f"{plan.expert_weight_format}, but this runtime keeps experts unpacked"
+    if plan.expert_weight_format == "fp8":
+        fault = "fp8, but this runtime keeps experts packed as mxfp4 alone"
         raise InputError("plan.json", field="expert_weight_format", fault=fault, fix="bf16")
     if plan.activation_checkpointing == "selective":
         fault = "selective, but this runtime recomputes whole layers or nothing"
@@ -150,7 +150,7 @@ def parallelize(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
         elif plan.parallelism.ep > 1:
             # Nothing left to gather: the experts stay out of FSDP, as DTensors on `ep` alone.
             own_groups |= set(experts.parameters(recurse=False))
-    for layer in model.get_submodule(layers_name(model)).children():
+    for layer in decoder_layers(model)[1]:
         _shard(layer, meshes.fsdp, plan.reshard_after_forward, own_groups)
     _shard(model, meshes.fsdp, False, own_groups)
     for module in model.modules():

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from analyzers.documents import write_document
+from analyzers.models import load_config, model_class
 from runtime import checks
 from runtime.adapters import adapter_parameters
 from runtime.build import Documents, build_dataset, build_model, dtype_of, say
@@ -126,13 +127,17 @@ def _shortened(documents: Documents) -> tuple[Documents, list[str]]:
         changed.append(f"capacity: no limit on experts instead of {plan.capacity.factor:g}")
     if plan.expert_copies:
         changed.append("copies of experts: none is placed in so few steps")
+    lora = documents.job.lora
+    if lora.dropout:
+        changed.append(f"dropout: proved without, trained with {lora.dropout}")
     plan = replace(
         plan,
         micro_batch_size=micro,
         gradient_accumulation=accumulation,
         capacity=Capacity(),
     )
-    return replace(documents, plan=plan), changed
+    job = replace(documents.job, lora=replace(lora, dropout=0.0))
+    return replace(documents, job=job, plan=plan), changed
 
 
 def _dataset(documents: Documents) -> tuple[Dataset, int]:
@@ -187,14 +192,9 @@ def _weights(proof: Proof, fits: bool) -> PreTrainedModel | None:
         source = "the checkpoint converted in one process, tensor by tensor"
         proof.checks.append(checks.weights_equal(sharded, expected, source))
         return None
-    from transformers import AutoModelForCausalLM
-
-    stock: Any = AutoModelForCausalLM.from_pretrained(
-        job.model,
-        dtype=FLOAT32,
-        local_files_only=True,
-        trust_remote_code=job.trust_remote_code,
-    )
+    config = load_config(job.model, trust_remote_code=job.trust_remote_code)
+    cls: Any = model_class(config)
+    stock = cls.from_pretrained(job.model, dtype=FLOAT32, local_files_only=True)
     stock = stock.to(proof.device)
     source = "transformers' from_pretrained"
     proof.checks.append(checks.weights_equal(sharded, digest(stock), source))

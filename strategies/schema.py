@@ -12,9 +12,29 @@ LoraTarget = Literal["attention", "routed_experts", "shared_experts", "dense", "
 
 @document
 class Lora:
+    """Everything else is frozen; the router and its correction bias always are, in float32."""
+
     rank: int = 8
     alpha: float = 16.0
     targets: list[LoraTarget] = field(default_factory=lambda: ["attention", "routed_experts"])
+    ranks: dict[LoraTarget, int] = field(default_factory=dict)
+    """Ranks of targets that differ from `rank`."""
+    rslora: bool = False
+    """The delta is scaled by alpha / sqrt(rank) instead of alpha / rank (arXiv:2312.03732)."""
+    dropout: float = 0.0
+    """Of the adapters' inputs, while training."""
+    shared_a: bool = False
+    """All routed experts of a layer share the factor A; each keeps its own B."""
+    init_from: str | None = None
+    """Absolute path of an adapter in PEFT's format to continue from, instead of a delta of zero."""
+
+    def rank_of(self, target: LoraTarget) -> int:
+        return self.ranks.get(target, self.rank)
+
+    def scale_of(self, target: LoraTarget) -> float:
+        """What the product of the factors is multiplied by."""
+        rank = self.rank_of(target)
+        return self.alpha / (rank**0.5 if self.rslora else rank)
 
 
 @document

@@ -43,21 +43,31 @@ def grouped_linear(x_PF: Tensor, w_LOF: Tensor, pairs: Pairs) -> Tensor:
     return torch.cat([F.linear(x, w) for x, w in parts])
 
 
-def adapted_linear(experts: Any, name: str, x_PF: Tensor, pairs: Pairs) -> Tensor:
-    """The bank `name` with bias and low-rank adapter; base weight plus delta never exist as one."""
+def base_linear(experts: Any, name: str, x_PF: Tensor, pairs: Pairs) -> Tensor:
+    """The frozen bank `name`; experts that keep it packed have a `base_linear` of their own."""
     weight = weight_of(experts, name, pairs)
     assert weight is not None
     w_LOF = weight.transpose(-2, -1) if experts.is_transposed else weight
-    y_PO = grouped_linear(x_PF, w_LOF, pairs)
+    return grouped_linear(x_PF, w_LOF, pairs)
+
+
+def adapted_linear(experts: Any, name: str, x_PF: Tensor, pairs: Pairs) -> Tensor:
+    """The bank `name` with bias and low-rank adapter; base weight plus delta never exist as one."""
+    y_PO = getattr(experts, "base_linear", base_linear)(experts, name, x_PF, pairs)
     bias_LO = weight_of(experts, f"{name}_bias", pairs)
     if bias_LO is not None:
         y_PO = y_PO + bias_LO[pairs.expert_P]
-    a_LrF = weight_of(experts, f"lora_{name}_A", pairs)
     b_LOr = weight_of(experts, f"lora_{name}_B", pairs)
-    if a_LrF is None or b_LOr is None:
+    if b_LOr is None:
         return y_PO
-    a_LrF, b_LOr = _padded(_used(a_LrF, pairs), _used(b_LOr, pairs), x_PF.dtype)
-    low_Pr = grouped_linear(x_PF, a_LrF, pairs)
+    # A factor that experts share is the block's, whole on every rank.
+    (owner,) = getattr(experts, "lora_shared", (experts,))
+    a = weight_of(owner, f"lora_{name}_A", pairs)
+    assert a is not None
+    shared = a.ndim == 2
+    a, b_LOr = _padded(a if shared else _used(a, pairs), _used(b_LOr, pairs), x_PF.dtype)
+    x_PF = F.dropout(x_PF, experts.lora_dropout, experts.training)
+    low_Pr = F.linear(x_PF, a) if shared else grouped_linear(x_PF, a, pairs)
     return y_PO + grouped_linear(low_Pr, b_LOr, pairs) * experts.lora_scale
 
 
@@ -79,12 +89,12 @@ def _used(factor: Tensor, pairs: Pairs) -> Tensor:
     return torch.where((counts_L > 0).view(-1, 1, 1), factor, 0)
 
 
-def _padded(a_LrF: Tensor, b_LOr: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The factors in the compute dtype, the rank padded with zeros to a stride of 16 bytes, as
-    grouped GEMM asks for."""
-    a_LrF, b_LOr = a_LrF.to(dtype), b_LOr.to(dtype)
-    pad = -a_LrF.shape[1] % (16 // dtype.itemsize)
-    return F.pad(a_LrF, (0, 0, 0, pad)), F.pad(b_LOr, (0, pad))
+def _padded(a: Tensor, b_LOr: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The factors, A `[L, r, F]` or shared `[r, F]`, in the compute dtype, the rank padded with
+    zeros to a stride of 16 bytes, as grouped GEMM asks for."""
+    a, b_LOr = a.to(dtype), b_LOr.to(dtype)
+    pad = -b_LOr.shape[2] % (16 // dtype.itemsize)
+    return F.pad(a, (0, 0, 0, pad)), F.pad(b_LOr, (0, pad))
 
 
 def local(parameter: Tensor) -> Tensor:

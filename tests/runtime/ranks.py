@@ -75,6 +75,7 @@ def alone(documents, case, everyone, device, dtype):
 def run(documents, case, dataset, pad, device):
     dtype = getattr(torch, documents.plan.compute_dtype)
     model = build_model(documents, device, dtype=dtype)
+    adapters = digest(model, adapters=True)
     moved(model)
     if case.get("fault") == "scaled":
         for module in experts.experts_of(model).values():
@@ -102,6 +103,8 @@ def run(documents, case, dataset, pad, device):
     for name, twin in twins.items():
         worst.add(name, distance(full[name], whole(twin.grad)) if name in full else float("inf"))
     together = joined({n: whole(twins[n].grad) for n in full})
+    first = build_model(documents, device, dtype=dtype, sharded=False)
+    adapters_equal = adapters == digest(first, adapters=True)
     rounding = None
     if dtype != torch.float32:
         exact, _ = alone(documents, case, everyone, device, torch.float32)
@@ -118,6 +121,7 @@ def run(documents, case, dataset, pad, device):
         "reference_norm": clip_gradients(twins.values(), float("inf")),
         "clipped_norm": clipped,
         "counts_equal": result.tokens_per_expert == expected.tokens_per_expert,
+        "adapters_equal": adapters_equal,
         "weights_equal": weights == digest(reference),
         "starved_zero": starved,
         "plain": plain,

@@ -51,14 +51,13 @@ def plan_for(ranks, *, ep=1, dp_replicate=1, dispatcher="all_to_all", **rest):
 
 
 def job_for(model, **rest):
-    return Job(
-        model=str(model),
-        cluster=str(EXAMPLES / "clusters" / "two-ranks.yaml"),
-        backend="cpu",
-        data=str(EXAMPLES / "data" / "classes-train.jsonl"),
-        sequence_length=64,
-        **rest,
-    )
+    fields = {
+        "cluster": str(EXAMPLES / "clusters" / "two-ranks.yaml"),
+        "backend": "cpu",
+        "data": str(EXAMPLES / "data" / "classes-train.jsonl"),
+        "sequence_length": 64,
+    }
+    return Job(model=str(model), **(fields | rest))
 
 
 def write_run(run_dir, model, plan, analysis, **job):
