@@ -159,6 +159,7 @@ def limit_experts(model: Any, plan: Plan) -> dict[str, Limiter]:
     sharding. Raises InputError for a model whose experts cannot be limited."""
     from analyzers.experts import find_moes
     from analyzers.structure import decoder_layers
+    from runtime.experts.stacked import experts_of
 
     limiters: dict[str, Limiter] = {}
     path, layers = decoder_layers(model)
@@ -174,6 +175,9 @@ def limit_experts(model: Any, plan: Plan) -> dict[str, Limiter]:
             if limiter.candidates > limiter.top_k:
                 block: Any = layer.get_submodule(moe.path)
                 block.forward = functools.partial(limiter.run_block, block.forward)
+    for name in experts_of(model).keys() - limiters.keys():
+        fault = f"set, but how tokens come to {name} is not known"
+        raise InputError("plan.json", field="capacity.factor", fault=fault, fix="null")
     return limiters
 
 
