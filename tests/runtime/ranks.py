@@ -18,8 +18,8 @@ from runtime.adapters import adapter_parameters
 from runtime.build import Documents, build_dataset, build_model, process_group
 from runtime.checkpoints import load_checkpoint, save_checkpoint
 from runtime.checks import Worst, distance
-from runtime.data import micro_batches
 from runtime.optim import build_optimizer, clip_gradients
+from runtime.packing import micro_batches
 from runtime.shards import tensor_digest, whole
 from runtime.step import forward_backward
 from runtime.weights import digest
@@ -83,8 +83,8 @@ def run(documents, case, dataset, pad, device):
     with checks.first_experts_only(model) if case.get("skew") else nullcontext():
         result = forward_backward(model, mine, device)
     full = {n: whole(p.grad) for n, p in adapter_parameters(model).items() if p.grad is not None}
-    norm = clip_gradients(adapter_parameters(model).values(), 0.1)
-    clipped = clip_gradients(adapter_parameters(model).values(), float("inf"))
+    norm = float(clip_gradients(adapter_parameters(model).values(), 0.1))
+    clipped = float(clip_gradients(adapter_parameters(model).values(), float("inf")))
     starved = None
     if case.get("skew"):
         starved = checks.zero_token_expert(model, 1.0, None, top_k=4).passed
@@ -115,7 +115,7 @@ def run(documents, case, dataset, pad, device):
         "rounding": rounding,
         "compared": worst.count,
         "norm": norm,
-        "reference_norm": clip_gradients(twins.values(), float("inf")),
+        "reference_norm": float(clip_gradients(twins.values(), float("inf"))),
         "clipped_norm": clipped,
         "counts_equal": result.tokens_per_expert == expected.tokens_per_expert,
         "weights_equal": weights == digest(reference),

@@ -74,13 +74,13 @@ def test_the_adapter_loads_in_stock_peft_and_helps(trained):
     from transformers import AutoModelForCausalLM
 
     from runtime.build import build_tokenizer
-    from runtime.data import collate, load_dataset
+    from runtime.packing import collate, load_dataset
     from runtime.step import loss_sum
 
     run, _ = trained
     job = json.loads((run / "job.json").read_text())
     dataset = load_dataset(job["data"], build_tokenizer(str(MODEL)), 64)
-    batch = collate(dataset.examples[:8], 64, 0)
+    batch = collate(dataset.rows(range(8)), 64, 0)
     stock = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     with torch.no_grad():
         before = loss_sum(stock, batch, torch.device("cpu"))
