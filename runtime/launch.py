@@ -187,7 +187,7 @@ def _failure(stage: str, logs: Path, agent_log: Path, status: int) -> Exception:
     found = sorted(logs.glob(f"**/{rank}/stderr.log"))
     lines = found[-1].read_text(encoding="utf-8", errors="replace").splitlines() if found else []
     for line in reversed(lines):
-        match = re.match(rf"{ERROR_LINE} (\d): (.*)", line)
+        match = re.match(rf"{ERROR_LINE} (\d+): (.*)", line)
         if match:
             return _known(int(match[1]), match[2])
     if not lines:

@@ -92,7 +92,7 @@ def fuse_head(model: Any, device: torch.device) -> str | None:
         return f"its head is {_named(linear)}, not a frozen linear layer"
     if base is model:
         return "its decoder is no module of its own"
-    head = _measured(model, linear, base, device)
+    head = measured_head(model, linear, base, device)
     if head is None:
         return "its logits are not a known function of its last hidden state"
 
@@ -113,7 +113,11 @@ def _named(module: nn.Module | None) -> str:
 
 
 @torch.no_grad()
-def _measured(model: Any, linear: nn.Linear, base: nn.Module, device: torch.device) -> Head | None:
+def measured_head(
+    model: Any, linear: nn.Linear, base: nn.Module, device: torch.device
+) -> Head | None:
+    """The head that turns the output of `linear`, which reads the last hidden state of `base`, into
+    the logits of `model`; None where no head that its config may mean does."""
     seen: dict[str, Any] = {}
 
     def at_head(module: nn.Module, arguments: tuple, output: Tensor) -> None:

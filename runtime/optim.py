@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def build_optimizer(parameters: Iterable[nn.Parameter], config: Optimizer) -> torch.optim.AdamW:
     """AdamW with one parameter group a mesh, so that no fused call mixes meshes, and with groups of
     their own for vectors, which do not decay."""
-    groups: dict[object, list[nn.Parameter]] = {}
+    groups: dict[tuple[object, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault((_layout(parameter), parameter.ndim > 1), []).append(parameter)
     return torch.optim.AdamW(

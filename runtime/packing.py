@@ -48,6 +48,8 @@ class Dataset:
     """Examples that were longer than the sequence length."""
     row_length: int | None = None
     """Documents are packed to so many tokens; None keeps one document a row."""
+    fingerprint: str = ""
+    """Of what was tokenised, where it is kept."""
     _recent: dict[tuple[int, int], list[Row]] = field(default_factory=dict, repr=False)
     """The rows of the last epochs asked for, by (seed, epoch)."""
     _counts: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
@@ -97,7 +99,8 @@ class Dataset:
         chosen = set(random.Random(f"{seed}:evaluation").sample(range(count), apart))
         learned = [i for i in range(count) if i not in chosen]
         select = self.examples.select
-        return Dataset(select(learned), self.truncated), Dataset(select(sorted(chosen)), 0)
+        rest = replace(self, examples=select(learned), _recent={}, _counts={})
+        return rest, Dataset(select(sorted(chosen)), truncated=0)
 
 
 def pack(lengths: Sequence[int], order: Sequence[int], row_length: int) -> list[list[int]]:
@@ -128,7 +131,10 @@ def load_dataset(
 
     Raises InputError for a broken line, and for one of which no token to learn is left.
     """
-    whole = tokenise(path, tokenizer) if cache is None else tokenise_once(path, tokenizer, cache)
+    if cache is None:
+        whole, fingerprint = tokenise(path, tokenizer), ""
+    else:
+        whole, fingerprint = tokenise_once(path, tokenizer, cache)
     tokens = whole.cut(sequence_length)
     empty = (tokens.learned_E() <= 0).nonzero().flatten().tolist()
     if empty:
@@ -138,7 +144,8 @@ def load_dataset(
             fault=f"leaves no token to learn within {sequence_length} tokens",
             fix="raise --sequence-length or shorten the example",
         )
-    return Dataset(tokens, int((whole.length_E > sequence_length).sum()))
+    truncated = int((whole.length_E > sequence_length).sum())
+    return Dataset(tokens, truncated, fingerprint=fingerprint)
 
 
 @dataclass(frozen=True)
@@ -210,8 +217,8 @@ def collate(rows: Sequence[Row], length: int, pad: int, *, flat: bool = False) -
     if not flat:
         return Batch(ids, labels, valid, tuple(lengths), positions)
     limits = torch.tensor([0, *pieces], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    joined = (x.view(1, -1) for x in (ids, labels, valid))
-    return Batch(*joined, tuple(lengths), positions.view(1, -1), limits)
+    ids, labels, valid, positions = (x.view(1, -1) for x in (ids, labels, valid, positions))
+    return Batch(ids, labels, valid, tuple(lengths), positions, limits)
 
 
 def micro_batches(

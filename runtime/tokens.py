@@ -114,8 +114,9 @@ def tokenise(path: str | Path, tokenizer: Any) -> Tokens:
     return Tokens.of([Example(*_tokenised(r, tokenizer)) for r in read_records(path)])
 
 
-def tokenise_once(path: str | Path, tokenizer: Any, folder: Path) -> Tokens:
-    """`tokenise`, kept in `folder` under the hash of the data and of the tokenizer.
+def tokenise_once(path: str | Path, tokenizer: Any, folder: Path) -> tuple[Tokens, str]:
+    """`tokenise`, kept in `folder` under the hash of the data and of the tokenizer, which is
+    returned too.
 
     Rank 0 alone reads the data; all ranks call it together and map the same file.
     """
@@ -124,12 +125,12 @@ def tokenise_once(path: str | Path, tokenizer: Any, folder: Path) -> Tokens:
     alone = not dist.is_initialized()
     name = [""]
     if alone or dist.get_rank() == 0:
-        name = [f"{fingerprint(path, tokenizer)}.safetensors"]
-        if not (folder / name[0]).is_file():
-            tokenise(path, tokenizer).write(folder / name[0])
+        name = [fingerprint(path, tokenizer)]
+        if not (file := folder / f"{name[0]}.safetensors").is_file():
+            tokenise(path, tokenizer).write(file)
     if not alone:
         dist.broadcast_object_list(name, src=0)
-    return Tokens.read(folder / name[0])
+    return Tokens.read(folder / f"{name[0]}.safetensors"), name[0]
 
 
 def fingerprint(path: str | Path, tokenizer: Any) -> str:

@@ -216,19 +216,20 @@ def test_a_row_to_fill_a_batch_has_nothing_to_learn():
 
 def test_data_is_tokenised_once(tmp_path, tokenizer):
     path = write(tmp_path, GOOD, '{"text": "a bird"}')
-    first = tokenise_once(path, tokenizer, tmp_path / "cache")
+    first, key = tokenise_once(path, tokenizer, tmp_path / "cache")
 
     def fails(*args, **kwargs):
         raise AssertionError("tokenised again")
 
     broken = copy.copy(tokenizer)
     broken._encode_plus = fails
-    again = tokenise_once(path, broken, tmp_path / "cache")
+    again, same = tokenise_once(path, broken, tmp_path / "cache")
+    assert same == key
     assert [vars(e) for e in again] == [vars(e) for e in first]
     path.write_text(path.read_text() + GOOD + "\n")
     with pytest.raises(AssertionError, match="tokenised again"):
         tokenise_once(path, broken, tmp_path / "cache")
-    assert len(tokenise_once(path, tokenizer, tmp_path / "cache")) == 3
+    assert len(tokenise_once(path, tokenizer, tmp_path / "cache")[0]) == 3
 
 
 def test_another_tokenizer_tokenises_anew(tmp_path, tokenizer):
