@@ -14,53 +14,15 @@ from runtime.packing import Dataset, collate
 from runtime.step import loss_sum
 from runtime.tokens import IGNORED, Example
 from strategies.schema import Lora
-from tests.runtime.runs import save_small, write_kernels
+from tests.runtime.runs import save_qwen, save_small, write_kernels
 
 CPU = torch.device("cpu")
 LENGTHS = (9, 1, 22, 7, 25)
 
 
-def dense(folder):
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    config = Qwen3Config(
-        vocab_size=200,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(folder)
-    return folder
-
-
-def moe(folder):
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
-    config = Qwen3MoeConfig(
-        vocab_size=200,
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    return folder
-
-
 MODELS = {
-    "dense": dense,
-    "moe": moe,
+    "dense": save_qwen,
+    "moe": lambda folder: save_qwen(folder, experts=8),
     "kda": lambda folder: save_small("kimi_linear", folder),
     "gated_delta": lambda folder: save_small("qwen3_next", folder),
 }
