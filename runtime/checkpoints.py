@@ -42,7 +42,7 @@ class Run:
     def check(self, saved: dict[str, Any], where: Path) -> None:
         """Raises InputError for the first difference."""
         for name, now in dataclasses.asdict(self).items():
-            if name in saved and saved[name] != now:
+            if saved[name] != now:
                 fault = f"is {now}, but the checkpoint was written with {saved[name]}"
                 fix = "go on as before, or remove the folder to start anew"
                 raise InputError(where, field=name, fault=fault, fix=fix)
@@ -67,7 +67,7 @@ class Checkpoints:
         temporary = _begin(self.folder, step)
         if self._group is None:
             self._group = dist.new_group(backend="gloo")  # type: ignore[assignment]
-        state = _state(self.model, self.optimizer, self.run)
+        state = _state(self.model, self.optimizer) | dataclasses.asdict(self.run)
         future = dcp.async_save(state, checkpoint_id=temporary, process_group=self._group)
         assert isinstance(future, Future)
         self._writing = step, future
@@ -95,15 +95,17 @@ class Checkpoints:
         without one. Raises InputError when it belongs to another run."""
         step = last_checkpoint(self.folder) or 0
         if step:
-            saved = load_checkpoint(self.folder, step, self.model, self.optimizer, self.run)
+            saved = dataclasses.asdict(self.run)
+            dcp.load(saved, checkpoint_id=self.folder / f"step_{step}")
             self.run.check(saved, self.folder / f"step_{step}")
+            load_checkpoint(self.folder, step, self.model, self.optimizer)
         return step
 
 
 def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: Any) -> Path:
     """Writes `step_N` of `folder` and waits for it."""
     temporary = _begin(folder, step)
-    dcp.save(_state(model, optimizer, None), checkpoint_id=temporary)
+    dcp.save(_state(model, optimizer), checkpoint_id=temporary)
     if dist.get_rank() == 0:
         _complete(folder, step)
     dist.barrier()
@@ -139,11 +141,9 @@ def _steps(folder: Path) -> list[int]:
     return [int(match[1]) for match in found if match]
 
 
-def load_checkpoint(
-    folder: Path, step: int, model: nn.Module, optimizer: Any, run: Run | None = None
-) -> dict[str, Any]:
-    """Fills adapters and optimizer in place from `step_N`; returns what it kept of `run`."""
-    state = _state(model, optimizer, run)
+def load_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: Any) -> None:
+    """Fills adapters and optimizer in place from `step_N`."""
+    state = _state(model, optimizer)
     dcp.load(state, checkpoint_id=folder / f"step_{step}")
     for name, parameter in adapter_parameters(model).items():
         optimizer.state[parameter] = {
@@ -151,15 +151,12 @@ def load_checkpoint(
             "exp_avg": state[f"optimizer.{name}.exp_avg"],
             "exp_avg_sq": state[f"optimizer.{name}.exp_avg_sq"],
         }
-    return {k.removeprefix("run."): v for k, v in state.items() if k.startswith("run.")}
 
 
-def _state(model: nn.Module, optimizer: Any, run: Run | None) -> dict[str, Any]:
+def _state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     """Adapters and AdamW state by name. A fresh optimizer has no tensors to load into, so absent
     ones are made as zeros."""
     state: dict[str, Any] = {}
-    if run is not None:
-        state |= {f"run.{name}": value for name, value in dataclasses.asdict(run).items()}
     for name, parameter in adapter_parameters(model).items():
         held = optimizer.state.get(parameter) or {}
         data = parameter.detach()

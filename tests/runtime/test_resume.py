@@ -8,7 +8,6 @@ import pytest
 
 import runtime
 from analyzers import analyze
-from analyzers.errors import InputError
 from runtime.checkpoints import last_checkpoint
 from strategies.schema import Evaluation, Plan
 from tests.runtime.runs import plan_for, save_qwen, write_run
@@ -87,9 +86,3 @@ def test_documents_are_packed_and_evaluated(at_ep_4):
     assert len({e["tokens"] for e in evaluated}) == 1
     assert evaluated[-1]["loss"] < evaluated[0]["loss"]
     assert last_checkpoint(run / "train" / "checkpoints") == STEPS
-
-
-def test_a_run_does_not_go_on_with_another_global_batch(at_ep_4, tmp_path):
-    run = stopped(at_ep_4, tmp_path, plan_for(1, micro_batch_size=2))
-    with pytest.raises(InputError, match=r"global_batch_size: is 2, but .* written with 4"):
-        runtime.train(run)
