@@ -145,7 +145,7 @@ def build_dataset(documents: Documents) -> tuple[Dataset, int]:
         )
     tokenizer = build_tokenizer(job.model, trust_remote_code=job.trust_remote_code)
     length = documents.plan.sequence_length
-    dataset = load_dataset(job.data, tokenizer, length, cache=documents.run_dir / "train" / "data")
+    dataset = load_dataset(job.data, tokenizer, length, cache=documents.run_dir / "data")
     if dataset.truncated:
         say(f"{dataset.truncated} examples cut at {documents.plan.sequence_length} tokens")
     pad = tokenizer.pad_token_id

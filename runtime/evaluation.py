@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,20 +11,11 @@ import torch.distributed as dist
 from analyzers.errors import InputError
 from runtime.build import Documents, build_tokenizer
 from runtime.packing import Dataset, Row, load_dataset, micro_batches
+from runtime.schema import Evaluated
 from runtime.step import labelled, loss_sum
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    step: int
-    """Steps that were done."""
-    loss: float
-    """Mean over the labelled tokens."""
-    perplexity: float
-    tokens: int
 
 
 def set_apart(documents: Documents, dataset: Dataset) -> tuple[Dataset, Dataset | None]:
@@ -37,7 +27,7 @@ def set_apart(documents: Documents, dataset: Dataset) -> tuple[Dataset, Dataset 
         raise InputError(where, field="evaluation", fault=fault, fix="give one of them")
     if asked.data is not None:
         tokenizer = build_tokenizer(job.model, trust_remote_code=job.trust_remote_code)
-        length, cache = documents.plan.sequence_length, documents.run_dir / "train" / "data"
+        length, cache = documents.plan.sequence_length, documents.run_dir / "data"
         return dataset, load_dataset(asked.data, tokenizer, length, cache=cache)
     if not asked.fraction:
         return dataset, None
@@ -78,4 +68,5 @@ def evaluate(
         model.train()
     loss, count = sums.tolist()
     mean = loss / count
-    return Evaluated(step, mean, math.exp(min(mean, 700.0)), int(count))
+    ppl = math.exp(min(mean, 700.0))  # where a float ends
+    return Evaluated(step=step, loss=mean, perplexity=ppl, tokens=int(count))

@@ -1,4 +1,8 @@
-"""Model FLOPs of a step, by the analysis: what must be computed, recomputation not counted."""
+"""Model FLOPs of a step, by the analysis: what must be computed.
+
+Recomputed layers are not counted; scores that a fused attention kernel makes again in its backward
+pass are, as in the costs that plans are made with.
+"""
 
 from __future__ import annotations
 

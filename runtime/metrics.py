@@ -12,8 +12,7 @@ import torch
 
 from analyzers.documents import write_text
 from analyzers.errors import InputError
-from runtime.evaluation import Evaluated
-from runtime.schema import StepMetrics
+from runtime.schema import Evaluated, StepMetrics
 
 
 class MetricsLog:

@@ -1,4 +1,5 @@
-"""ValidationReport (`validation.json`) and one line of `train/metrics.jsonl`."""
+"""ValidationReport (`validation.json`), and one line of `train/metrics.jsonl` and of
+`train/evaluation.jsonl`."""
 
 from __future__ import annotations
 
@@ -54,3 +55,15 @@ class StepMetrics:
     """Share of the positions that hold no token."""
     peak_reserved_gib: float | None = None
     """By the allocator, so far; None on a CPU."""
+
+
+@document
+class Evaluated:
+    """Of examples that are not learned from."""
+
+    step: int
+    """Steps that were done."""
+    loss: float
+    """Mean over their tokens that carry a label."""
+    perplexity: float
+    tokens: int

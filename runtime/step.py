@@ -1,4 +1,8 @@
-"""One training step: forward, backward, and what is measured on the way."""
+"""One training step: forward, backward, and what is measured on the way.
+
+Legend of shapes: B rows, T tokens a row, N tokens with a label, V vocabulary, E experts, L layers
+that have some.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +23,26 @@ from runtime.tokens import IGNORED
 
 @dataclass(frozen=True)
 class StepResult:
-    loss: float
-    """Mean over the labelled tokens of the global batch."""
-    tokens: int
-    """Labelled tokens of the global batch."""
-    tokens_per_expert: list[list[int]]
+    """On the device until it is asked for."""
+
+    mean: Tensor
+    count: Tensor
+    counts_LE: Tensor
+
+    @property
+    def loss(self) -> float:
+        """Mean over the labelled tokens of the global batch."""
+        return float(self.mean)
+
+    @property
+    def tokens(self) -> int:
+        """Labelled tokens of the global batch."""
+        return int(self.count)
+
+    @property
+    def tokens_per_expert(self) -> list[list[int]]:
+        """One row a layer with experts."""
+        return self.counts_LE.tolist()
 
 
 def loss_sum(model: Any, batch: Batch, device: torch.device) -> Tensor:
@@ -54,8 +73,7 @@ def forward_backward(
 
     Each rank brings its own micro-batches; the loss is divided by the labelled tokens of all of
     them, so that summed gradients are right without further scaling. With `alone`, the batches are
-    the global batch and no other rank takes part. Losses and counts stay on the device until the
-    last micro-batch is done.
+    the global batch and no other rank takes part. Nothing here waits for the device.
     """
     recorder.take()
     batches = list(batches)
@@ -73,4 +91,4 @@ def forward_backward(
         dist.all_reduce(total)
         if counts:
             dist.all_reduce(counts_LE)
-    return StepResult(float(total), int(tokens), counts_LE.tolist())
+    return StepResult(total, tokens, counts_LE)

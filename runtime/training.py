@@ -25,7 +25,7 @@ from runtime.packing import Batch, Dataset, micro_batches
 from runtime.peft_format import save_adapter
 from runtime.profiling import StepProfile
 from runtime.schema import StepMetrics
-from runtime.step import StepResult, forward_backward
+from runtime.step import forward_backward
 
 PROFILE_AFTER = 2
 """Steps of a run before its profile begins: the first ones allocate and compile."""
@@ -80,36 +80,36 @@ class Training:
         batches = list(micro_batches(rows, rank, ranks, micro, length, self.pad, flat=self.flat))
         result = forward_backward(self.model, batches, self.device)
         parameters = adapter_parameters(self.model).values()
-        norm = float(clip_gradients(parameters, job.optimizer.max_grad_norm))
+        norm = clip_gradients(parameters, job.optimizer.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         positions = ranks * sum(b.input_ids_BT.numel() for b in batches)
-        done = self._counted(batches, result)
+        held, flops = self._counted(batches)
+        flops += self.flops.over([], result.tokens)
         seconds = time.perf_counter() - began
         return StepMetrics(
             step=step + 1,
             loss=result.loss,
-            grad_norm=norm,
+            grad_norm=float(norm),
             learning_rate=rate,
             tokens=result.tokens,
             step_seconds=seconds,
             tokens_per_second_per_device=positions / seconds / ranks,
             peak_memory_gib=peak_memory_gib(self.device),
             peak_reserved_gib=peak_reserved_gib(self.device),
-            padding=1 - done[0] / positions,
+            padding=1 - held / positions,
             tokens_per_expert=result.tokens_per_expert,
-            mfu=None if self.peak is None else done[1] / seconds / ranks / self.peak,
+            mfu=None if self.peak is None else flops / seconds / ranks / self.peak,
         )
 
-    def _counted(self, batches: list[Batch], result: StepResult) -> list[float]:
-        """Tokens and model FLOPs of the global batch."""
+    def _counted(self, batches: list[Batch]) -> tuple[float, float]:
+        """Tokens of the global batch, and its model FLOPs without the head."""
         lengths = [n for b in batches for n in b.lengths]
-        here = [float(sum(lengths)), self.flops.over(lengths, labelled=0)]
-        # float32 on a device that has no other: seven digits are enough for a rate.
-        there = torch.tensor(here, device=self.device)
-        dist.all_reduce(there)
-        tokens, flops = there.tolist()
-        return [tokens, flops + self.flops.over([], result.tokens)]
+        counts = [float(sum(lengths)), self.flops.over(lengths, labelled=0)]
+        everywhere = torch.tensor(counts, device=self.device)
+        dist.all_reduce(everywhere)
+        tokens, flops = everywhere.tolist()
+        return tokens, flops
 
     def evaluate_if_due(self, step: int) -> None:
         """After `step` steps: before the first, after the last, and as the job asks between."""
