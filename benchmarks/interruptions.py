@@ -21,6 +21,9 @@ import tempfile
 import time
 from pathlib import Path
 
+LONGEST = 1.0
+"""Seconds that a run goes on after its first step, at most."""
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -35,10 +38,8 @@ def main() -> int:
             shutil.copytree(
                 arguments.run_dir, copy, ignore=shutil.ignore_patterns("train", "adapter")
             )
-        began = time.perf_counter()
         assert start(straight).wait() == 0, "the undisturbed run failed"
-        whole = time.perf_counter() - began
-        at = [kill(killed, draw.uniform(0.1, 0.9) * whole, draw) for _ in range(arguments.kills)]
+        at = [kill(killed, draw) for _ in range(arguments.kills)]
         assert start(killed).wait() == 0, "the interrupted run failed"
         losses = [[m["loss"] for m in metrics(run)] for run in (straight, killed)]
         adapters = [digest(run) for run in (straight, killed)]
@@ -58,17 +59,18 @@ def start(run: Path) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", f"import runtime; runtime.train({str(run)!r})"])
 
 
-def kill(run: Path, most: float, draw: random.Random) -> int:
-    """Kills the run once it has made a step since its start, after `most` seconds at the latest;
-    returns the steps that were done. Half of the kills come the moment a step is written."""
+def kill(run: Path, draw: random.Random) -> int:
+    """Kills the run some time after its first step since it was started; returns the steps that
+    were done. Half of the kills come the moment a step is written."""
     file = run / "train" / "metrics.jsonl"
-    child, began = start(run), time.perf_counter()
     before = file.stat().st_mtime_ns if file.is_file() else 0
-    while child.poll() is None and time.perf_counter() - began < 20 * most:
+    child = start(run)
+    while child.poll() is None:
         if file.is_file() and file.stat().st_mtime_ns != before and metrics(run):
             break
         time.sleep(0.005)
-    time.sleep(draw.choice([0.0, draw.uniform(0.0, 0.2 * most)]))
+    time.sleep(draw.choice([0.0, draw.uniform(0.0, LONGEST)]))
+    assert child.poll() is None, "the run ended before it could be killed: give it more steps"
     child.send_signal(signal.SIGKILL)
     child.wait()
     while ranks_of(run):
