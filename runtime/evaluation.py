@@ -62,11 +62,11 @@ def evaluate(
             for batch in micro_batches(part, rank, ranks, micro, length, pad, flat=flat):
                 total += loss_sum(model, batch, device)
                 tokens += labelled([batch])
-        sums = torch.stack([total, torch.tensor(float(tokens), device=device)])
-        dist.all_reduce(sums)
+        count = torch.tensor(tokens, device=device)
+        dist.all_reduce(total)
+        dist.all_reduce(count)
     finally:
         model.train()
-    loss, count = sums.tolist()
-    mean = loss / count
+    mean = float(total) / int(count)
     ppl = math.exp(min(mean, 700.0))  # where a float ends
     return Evaluated(step=step, loss=mean, perplexity=ppl, tokens=int(count))
