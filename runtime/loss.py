@@ -46,15 +46,16 @@ class _CrossEntropySum(torch.autograd.Function):
         chunk = max(1, CHUNK_LOGITS // w_VD.shape[0])
         for start in range(0, h_ND.shape[0], chunk):
             part = slice(start, start + chunk)
-            z_CV = head.logits(F.linear(h_ND[part], w_VD, b_V)).float()
+            z_CV = head.logits(F.linear(h_ND[part], w_VD, b_V))
             target_C1 = target_N[part].unsqueeze(1)
-            lse_C1 = z_CV.logsumexp(1, keepdim=True)
-            total += (lse_C1 - z_CV.gather(1, target_C1)).sum()
+            log_CV = z_CV.log_softmax(1, dtype=torch.float32)
+            total -= log_CV.gather(1, target_C1).sum()
             if grad_ND is not None:
-                slope = _slope(head, z_CV)
-                g_CV = z_CV.sub_(lse_C1).exp_()
-                g_CV.scatter_add_(1, target_C1, g_CV.new_full((), -1.0).expand_as(target_C1))
-                g_CV = g_CV if slope is None else g_CV.mul_(slope)
+                g_CV = log_CV.exp_()
+                minus_C1 = g_CV.new_full((), -1.0).expand_as(target_C1)
+                g_CV.scatter_add_(1, target_C1, minus_C1)
+                if (slope := _slope(head, z_CV)) is not None:
+                    g_CV.mul_(slope)
                 grad_ND[part] = g_CV.to(h_ND.dtype) @ w_VD
         ctx.save_for_backward(grad_ND)
         return total
@@ -68,7 +69,7 @@ class _CrossEntropySum(torch.autograd.Function):
 def _slope(head: Head, z_CV: Tensor) -> Tensor | float | None:
     """Of the logits by what the linear layer gives."""
     if head.cap is not None:
-        return head.scale * (1 - (z_CV / head.cap).square())
+        return head.scale * (1 - (z_CV.float() / head.cap).square())
     return None if head.scale == 1.0 else head.scale
 
 
