@@ -263,7 +263,7 @@ WORK: dict[str, Stage] = {
     "train": Stage(
         work=train,
         reads=("job.json", "plan.json", "kernels"),
-        inputs=("data_sha256",),
+        inputs=("data_sha256", "eval_data_sha256"),
         writes=("train/metrics.jsonl", "train/evaluation.jsonl", "adapter", "launch"),
         resumes=("train",),
     ),
