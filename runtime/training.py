@@ -57,6 +57,8 @@ class Training:
     log: MetricsLog | None = None
     """On rank 0 alone."""
     asked_to_stop: bool = False
+    _ready: tuple[int, list[Batch]] | None = field(default=None, init=False)
+    """Micro-batches that were made ahead, and their step."""
     flops: ModelFlops = field(init=False)
     peak: float | None = field(init=False)
 
@@ -67,22 +69,21 @@ class Training:
     def step(self, step: int) -> StepMetrics:
         """Step `step` (from 0): forward, backward, update. One wait for the device, at its end."""
         began = time.perf_counter()
-        documents, job, plan = self.documents, self.documents.job, self.documents.plan
-        rank, ranks = dist.get_rank(), dist.get_world_size()
+        job, rank, ranks = self.documents.job, dist.get_rank(), dist.get_world_size()
         # What is drawn depends on the step, not on what was drawn before: a resumed run draws what
         # the first one would have. Each rank has tokens of its own, so it has draws of its own.
         torch.manual_seed(_seed(job.seed, step, rank))
         rate = learning_rate(job.optimizer, step, job.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        rows = self.dataset.batch(step, documents.global_batch_size, job.seed)
-        micro, length = plan.micro_batch_size, plan.sequence_length
-        batches = list(micro_batches(rows, rank, ranks, micro, length, self.pad, flat=self.flat))
+        batches = self._batches(step)
         result = forward_backward(self.model, batches, self.device)
         parameters = adapter_parameters(self.model).values()
         norm = clip_gradients(parameters, job.optimizer.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if step + 1 < job.steps:
+            self._ready = step + 1, self._batches(step + 1)  # while the device still computes
         positions = ranks * sum(b.input_ids_BT.numel() for b in batches)
         held, flops = self._counted(batches)
         flops += self.flops.over([], result.tokens)
@@ -100,6 +101,24 @@ class Training:
             padding=1 - held / positions,
             tokens_per_expert=result.tokens_per_expert,
             mfu=None if self.peak is None else flops / seconds / ranks / self.peak,
+        )
+
+    def _batches(self, step: int) -> list[Batch]:
+        """This rank's micro-batches of a step."""
+        if self._ready is not None and self._ready[0] == step:
+            return self._ready[1]
+        plan, job = self.documents.plan, self.documents.job
+        rows = self.dataset.batch(step, self.documents.global_batch_size, job.seed)
+        return list(
+            micro_batches(
+                rows,
+                dist.get_rank(),
+                dist.get_world_size(),
+                plan.micro_batch_size,
+                plan.sequence_length,
+                self.pad,
+                flat=self.flat,
+            )
         )
 
     def _counted(self, batches: list[Batch]) -> tuple[float, float]:
