@@ -80,8 +80,8 @@ def prepare(architecture: Any, folder: Path) -> Row:
     from analyzers import analyze
     from analyzers.coverage import write_tiny
     from analyzers.models import build_on_meta, load_config
-    from runtime.expert_lists import stack_expert_lists
     from runtime.experts import experts_of
+    from runtime.experts.lists import stack_expert_lists
     from strategies.schema import Lora
     from tests.runtime.runs import plan_for, write_run
 

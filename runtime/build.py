@@ -15,10 +15,10 @@ import torch.distributed as dist
 from analyzers.documents import read_document
 from analyzers.schema import ModelAnalysis
 from runtime.adapters import initialise_adapters, insert_adapters
-from runtime.data import Dataset, load_dataset
 from runtime.experts import use_own_experts
 from runtime.experts.lists import stack_expert_lists
 from runtime.packed import keep_packed
+from runtime.packing import Dataset, load_dataset
 from runtime.peft_format import load_adapter
 from runtime.sharding import device_type, keep_float32, parallelize
 from runtime.weights import load_weights
@@ -158,7 +158,8 @@ def build_dataset(documents: Documents) -> tuple[Dataset, int]:
             fix="give --data FILE.jsonl",
         )
     tokenizer = build_tokenizer(job.model, trust_remote_code=job.trust_remote_code)
-    dataset = load_dataset(job.data, tokenizer, documents.plan.sequence_length)
+    length = documents.plan.sequence_length
+    dataset = load_dataset(job.data, tokenizer, length, cache=documents.run_dir / "data")
     if dataset.truncated:
         say(f"{dataset.truncated} examples cut at {documents.plan.sequence_length} tokens")
     pad = tokenizer.pad_token_id

@@ -17,13 +17,14 @@ from runtime.adapters import adapter_parameters
 from runtime.build import Documents, build_dataset, build_model, dtype_of, say
 from runtime.checkpoints import load_checkpoint, save_checkpoint
 from runtime.checks import FLOAT32_TOLERANCE, Worst, check, distance
-from runtime.data import Batch, Dataset, Example, micro_batches
 from runtime.operators import operators_vs_reference
 from runtime.optim import build_optimizer, clip_gradients
+from runtime.packing import Batch, Dataset, Row, micro_batches
 from runtime.peft_format import save_adapter
 from runtime.schema import Check, ValidationReport
 from runtime.shards import whole
 from runtime.step import StepResult, forward_backward
+from runtime.tokens import Example
 from runtime.weights import Reader, digest, stored_digest
 from strategies.schema import Capacity
 
@@ -55,7 +56,7 @@ class Proof:
     def rank(self) -> int:
         return dist.get_rank()
 
-    def examples(self, step: int) -> list[Example]:
+    def examples(self, step: int) -> list[Row]:
         return self.dataset.batch(step, self.documents.global_batch_size, self.documents.job.seed)
 
     def batches(self, step: int, rank: int) -> list[Batch]:
@@ -223,7 +224,7 @@ def _ep_invariance(proof: Proof) -> Any:
         result = proof.step(step)
         expected = proof.reference_step(step)
         full = {n: whole(p.grad) for n, p in adapters.items() if p.grad is not None}
-        norm = clip_gradients(adapters.values(), float("inf"))
+        norm = float(clip_gradients(adapters.values(), float("inf")))
         # Clip at half of the first norm, so that clipping is always part of what is proved.
         if step == 0:
             limit = norm / 2
@@ -237,7 +238,7 @@ def _ep_invariance(proof: Proof) -> Any:
                 if twin.grad is not None and not missing:
                     apart = distance(full[name], twin.grad.cpu())
                 gradients.add(f"{name} in step {step + 1}", apart)
-            twin_norm = clip_gradients(twins.values(), float("inf"))
+            twin_norm = float(clip_gradients(twins.values(), float("inf")))
             norms.add(f"step {step + 1}", abs(norm - twin_norm) / twin_norm)
             for name, gradient in full.items():
                 twins[name].grad = gradient.to(proof.device)

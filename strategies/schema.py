@@ -39,14 +39,32 @@ class Lora:
 
 @document
 class Optimizer:
-    """AdamW."""
+    """AdamW, and the schedule of its learning rate."""
 
     learning_rate: float = 2e-3
+    """At the end of the warm-up."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "cosine"
+    """How the rate falls from the end of the warm-up to the last step."""
+    min_lr_rate: float = 0.1
+    """Share of the rate that is left at the last step; `constant` keeps all of it."""
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
+    """Of matrices; vectors do not decay."""
     epsilon: float = 1e-8
     warmup_steps: int = 5
     max_grad_norm: float = 1.0
+
+
+@document
+class Evaluation:
+    """Examples that are not learned from; their loss is measured before, during and after."""
+
+    data: str | None = None
+    """Absolute path of a JSONL file with examples of its own."""
+    fraction: float = 0.0
+    """Share of the job's data that is set apart instead."""
+    every: int | None = None
+    """Steps between two evaluations; None evaluates before the first step and after the last."""
 
 
 @document
@@ -74,6 +92,11 @@ class Job:
     """Name of the backend that kernels are made for."""
     data: str | None = None
     """Absolute path of a JSONL file; None plans and proves without training."""
+    packing: bool = True
+    """Whether several examples share a sequence, where the model can keep them apart."""
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    tensorboard: bool = False
+    """Whether the metrics are written for TensorBoard too, which must be installed."""
     lora: Lora = field(default_factory=Lora)
     optimizer: Optimizer = field(default_factory=Optimizer)
     steps: int = 60

@@ -19,14 +19,15 @@ from runtime.__main__ import leave
 from runtime.adapters import adapter_parameters
 from runtime.build import Documents, build_model, process_group
 from runtime.checks import Worst, distance
-from runtime.data import Example, collate
 from runtime.experts import experts_of
 from runtime.experts.capacity import limit_experts
 from runtime.experts.copies import Balancer
 from runtime.experts.dispatch import Limit, Local
 from runtime.optim import build_optimizer, clip_gradients
+from runtime.packing import Row, collate
 from runtime.shards import whole
 from runtime.step import forward_backward
+from runtime.tokens import Example
 from strategies.schema import Plan
 
 MAX_NORM = 0.1
@@ -47,7 +48,7 @@ def batches(step, rank):
     lengths = list(STEPS.values())[step][0][rank]
     draw = torch.Generator().manual_seed(100 * step + rank)
     documents = [torch.randint(0, 64, (n,), generator=draw).tolist() for n in lengths]
-    return [collate([Example(d, d) for d in documents], max(*lengths, 1), 0)]
+    return [collate([Row([Example(d, d)], (0,), len(d)) for d in documents], max(*lengths, 1), 0)]
 
 
 @contextmanager

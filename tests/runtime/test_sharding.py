@@ -14,7 +14,7 @@ from runtime.build import Documents, build_model
 from runtime.checks import FLOAT32_TOLERANCE
 from runtime.peft_format import save_adapter
 from strategies.schema import Lora, LoraTarget
-from tests.runtime.runs import EXAMPLES, plan_for, save_small, torchrun, write_run
+from tests.runtime.runs import EXAMPLES, plan_for, save_small, torchrun, write_kernels, write_run
 
 CASES = {
     "fsdp4": {"plan": plan_for(4)},
@@ -48,6 +48,17 @@ CASES = {
     "continued-shared-a-ep4": {"plan": plan_for(4, ep=4), "model": "shared-a"},
     "expert-list-ep2": {"plan": plan_for(4, ep=2), "model": "unseen"},
     "expert-list-ep4-starved": {"plan": plan_for(4, ep=4), "model": "unseen", "skew": True},
+    # Documents packed into rows, which the reference computes from the same rows.
+    "packed-ep2-checkpointing": {
+        "plan": plan_for(4, ep=2, activation_checkpointing="full", gradient_accumulation=2),
+        "model": "packed",
+        "packed": True,
+    },
+    "packed-replicate2-ep2": {
+        "plan": plan_for(4, ep=2, dp_replicate=2),
+        "model": "packed",
+        "packed": True,
+    },
     "fault-scaled": {"plan": plan_for(4, ep=2), "fault": "scaled"},
 }
 SOUND = [name for name in CASES if not name.startswith("fault")]
@@ -68,6 +79,8 @@ def results(tmp_path_factory, small_model, small_analysis):
 
     run = tmp_path_factory.mktemp("sharding")
     write_run(run / "kimi-linear", small_model, plan_for(4), small_analysis)
+    write_run(run / "packed", small_model, plan_for(4), small_analysis)
+    write_kernels(run / "packed", small_analysis)
     tied = save_small("qwen3_next", run / "tied-model", tie_word_embeddings=True)
     write_run(run / "tied", tied, plan_for(4), analyze(tied))
     packed = EXAMPLES / "models" / "tiny-kimi-k3"
