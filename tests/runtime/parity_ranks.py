@@ -89,7 +89,7 @@ def trained(model, mine, config, device, *, alone=False, new_balancer=None):
         with routing(model, kind):
             result = forward_backward(model, mine(step), device, alone=alone)
         gradients = {n: whole(p.grad) for n, p in adapters.items() if p.grad is not None}
-        norm = clip_gradients(adapters.values(), MAX_NORM)
+        norm = float(clip_gradients(adapters.values(), MAX_NORM))
         optimizer.step()
         before, now = now, {n: whole(p) for n, p in adapters.items()}
         updates = {n: now[n] - before[n] for n in now}
