@@ -212,8 +212,11 @@ def launch(rows: list[Row], work: Path) -> None:
         try:
             process.wait(TIME_LIMIT * len(left))
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            pass
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         while left:
             row = left.pop(0)
             folder = work / row.architecture

@@ -70,12 +70,12 @@ def conversion_of(model: PreTrainedModel, reader: Reader) -> Conversion:
     """How the checkpoint makes the model's own weights; the model may be sharded and hold banks of
     experts packed."""
     wanted = {(bank_of(model, n) or (n,))[0]: t for n, t in base_state(model).items()}
-    with _own_classes(model):
+    with own_classes(model):
         return plan_conversion(model, reader.tensors, wanted, converters(model))
 
 
 @contextmanager
-def _own_classes(model: nn.Module) -> Iterator[None]:
+def own_classes(model: nn.Module) -> Iterator[None]:
     """Takes away the class that FSDP puts before a module's own: transformers finds a model's
     conversions by the name of its class, and finds others, or none, by FSDP's."""
     sharded = [
