@@ -5,8 +5,7 @@ Conversion comes before sharding, always: see `analyzers.conversion`.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -108,45 +107,37 @@ class Piece:
 
     def _rows(self, reader: Reader, model: PreTrainedModel) -> Tensor:
         recipe, low, high = self.recipe, self.low, self.high
-        number = None if self.part is None else (CODES, SCALES).index(self.part)
-
-        def read(name: str, low: int, high: int) -> Tensor:
-            if number is None:
-                return reader.rows(name, low, high)
-            return reader.part_rows(name, number, low, high)
-
+        if not recipe.by_expert and not (recipe.by_row and self.shape):
+            if self.part is not None:
+                fault, fix = "can only be converted unpacked", "plan with bf16 experts"
+                where = reader.where(recipe.names[0])
+                raise InputError(where, field=recipe.name, fault=fault, fix=fix)
+            tensor = recipe.convert(reader.whole, model)
+            _check_shape(recipe, tuple(tensor.shape), self.shape, reader)
+            return tensor[low:high] if self.shape else tensor
+        counts = {reader.tensors[name].shape[:1] for name in recipe.names}
         if recipe.by_expert:
-            counts = {len(names) for names in recipe.sources.values()}
-            if counts != {self.shape[0]}:
-                _check_shape(recipe, (*counts, *self.shape[1:]), self.shape, reader)
-            whole = functools.partial(_whole, read, reader)
-            rows = recipe.convert(whole, model, experts=(low, high))
-            _check_shape(recipe, (self.shape[0], *rows.shape[1:]), self.shape, reader)
-            return rows
-        if recipe.by_row and self.shape:
-            counts = {reader.tensors[name].shape[:1] for name in recipe.names}
-            if counts != {self.shape[:1]}:
-                _check_shape(recipe, (*counts.pop(), *self.shape[1:]), self.shape, reader)
-            rows = recipe.convert(lambda name: read(name, low, high), model)
-            _check_shape(recipe, (self.shape[0], *rows.shape[1:]), self.shape, reader)
-            return rows
-        if number is not None:
-            fault, fix = "is converted in a way that needs it unpacked", "plan with bf16 experts"
-            raise InputError(reader.where(recipe.names[0]), field=recipe.name, fault=fault, fix=fix)
-        tensor = recipe.convert(reader.whole, model)
-        _check_shape(recipe, tuple(tensor.shape), self.shape, reader)
-        return tensor[low:high] if self.shape else tensor
+            counts = {(len(names),) for names in recipe.sources.values()}
+        if counts != {self.shape[:1]}:
+            _check_shape(recipe, (*max(counts), *self.shape[1:]), self.shape, reader)
 
+        def read(name: str) -> Tensor:
+            rows = (0, reader.tensors[name].shape[0]) if recipe.by_expert else (low, high)
+            if self.part is None:
+                return reader.rows(name, *rows)
+            return reader.part_rows(name, (CODES, SCALES).index(self.part), *rows)
 
-def _whole(read: Callable[[str, int, int], Tensor], reader: Reader, name: str) -> Tensor:
-    return read(name, 0, reader.tensors[name].shape[0])
+        rows = recipe.convert(read, model, experts=(low, high) if recipe.by_expert else None)
+        _check_shape(recipe, (self.shape[0], *rows.shape[1:]), self.shape, reader)
+        return rows
 
 
 def as_stored(recipe: Recipe, reader: Reader, shape: torch.Size) -> Recipe:
     """The recipe without a transposition that transformers makes only where shapes differ: of rows
     alone they always do."""
-    checked = recipe.by_row and recipe.converter is not None
-    checked = checked and all(getattr(o, "check_dims", False) for o in recipe.converter.operations)
+    if recipe.converter is None or not recipe.by_row:
+        return recipe
+    checked = all(getattr(o, "check_dims", False) for o in recipe.converter.operations)
     same = checked and reader.tensors[recipe.names[0]].shape == tuple(shape)
     return replace(recipe, converter=None) if same else recipe
 
