@@ -27,7 +27,7 @@ from runtime.shards import full, local_rows, tensor_digest
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PIECE = 32 * 2**20
+PIECE = 16 * 2**20
 """Bytes of a model tensor that are read and converted at once."""
 READERS = 4
 """Threads of a rank that do so; a rank holds as many pieces beside its own shards."""
