@@ -165,14 +165,13 @@ def _check_shape(recipe: Recipe, found: tuple, shape: torch.Size, reader: Reader
 
 def _fill_computed_buffers(model: PreTrainedModel, loaded: set[str]) -> None:
     """Buffers that no checkpoint holds (rotary frequencies) are computed by the model itself."""
+    for own in (*model.parameters(), *model.buffers()):
+        own._is_hf_initialized = True  # type: ignore[attr-defined]  # read: leave it alone
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         computed = [b for b in module._buffers if f"{prefix}{b}" not in loaded]
         if not any(module._buffers[b] is not None for b in computed):
             continue
-        for own in (*module._parameters.values(), *module._buffers.values()):
-            if own is not None:
-                own._is_hf_initialized = True  # type: ignore[attr-defined]  # read, leave it alone
         for buffer in computed:
             value = module._buffers[buffer]
             if value is not None:
