@@ -114,7 +114,7 @@ def prepare(architecture: Any, folder: Path) -> Row:
             row.reason = "has no linear layer that the analysis names"
             return row
         plan = plan_for(RANKS, ep=row.ep, sequence_length=64)
-        lora = Lora(targets=row.targets, rank=4)
+        lora = Lora(targets=row.targets, rank=4)  # type: ignore[arg-type]
         write_run(folder, model, plan, analysis, lora=lora, data=None)
     except Exception as e:  # a sweep goes on whatever a class raises
         row.reason = _in_a_line(e)
@@ -212,8 +212,11 @@ def launch(rows: list[Row], work: Path) -> None:
         try:
             process.wait(TIME_LIMIT * len(left))
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            pass
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         while left:
             row = left.pop(0)
             folder = work / row.architecture

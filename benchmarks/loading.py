@@ -31,11 +31,11 @@ sys.path.insert(0, str(ROOT))
 
 
 def config_of(gigabytes: float) -> Any:
-    """Kimi-Linear with as many layers as the size asks for; 64 experts, 0.82 GB a layer."""
+    """Kimi-Linear with as many layers as the size asks for; 64 experts, 0.79 GB a layer."""
     from analyzers.models import load_config
 
     config = load_config(ROOT / "examples" / "models" / "tiny-kimi-linear")
-    layers = max(2, math.ceil((gigabytes - 0.3) / 0.82))
+    layers = max(2, math.ceil(gigabytes / 0.79))
     changes = {
         "vocab_size": 32768,
         "hidden_size": 2048,

@@ -137,7 +137,9 @@ def _adapt_linear(module: Any, lora: Lora, target: LoraTarget) -> None:
 
 
 def _adapt_experts(model: nn.Module, lora: Lora) -> list[str]:
-    rank, found = lora.rank_of("routed_experts"), experts_of(model)
+    rank, prefix = lora.rank_of("routed_experts"), decoder_layers(model)[0]
+    # Not those of a tower that texts never reach.
+    found = {n: experts for n, experts in experts_of(model).items() if n.startswith(f"{prefix}.")}
     for name, module in found.items():
         owner = module
         if lora.shared_a:

@@ -67,7 +67,7 @@ def unpacked(model: nn.Module, bank: str, codes: Tensor, scales: Tensor) -> Tens
 def packed_linear(experts: Any, name: str, x_PF: Tensor, pairs: Pairs) -> Tensor:
     """What `experts.base_linear` is with plain weights -> [P, O]."""
     codes, scales = (weight_of(experts, f"{name}{suffix}", pairs) for suffix in (CODES, SCALES))
-    return _PackedLinear.apply(x_PF, codes, scales, pairs)  # type: ignore[return-value]
+    return _PackedLinear.apply(x_PF, codes, scales, pairs)  # type: ignore
 
 
 class _PackedLinear(torch.autograd.Function):
@@ -83,5 +83,6 @@ class _PackedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_PO: Tensor) -> tuple[Tensor, None, None, None]:
-        w_LOF = unpack_mxfp4(*ctx.saved_tensors, grad_PO.dtype)
+        codes, scales = ctx.saved_tensors
+        w_LOF = unpack_mxfp4(codes, scales, grad_PO.dtype)
         return grouped_linear(grad_PO, w_LOF.transpose(-2, -1), ctx.pairs), None, None, None

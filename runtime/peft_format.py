@@ -22,7 +22,7 @@ from runtime.experts import experts_of
 from runtime.experts.lists import ExpertList, under_own_names
 from runtime.reader import Reader
 from runtime.shards import local_rows
-from runtime.weights import full_tensors
+from runtime.weights import full_tensors, own_classes
 
 if TYPE_CHECKING:
     from strategies.schema import Job, Lora
@@ -55,18 +55,44 @@ def pack_b(b_EOr: Tensor) -> Tensor:
     return b_EOr.permute(1, 2, 0).reshape(b_EOr.shape[1], -1).contiguous()
 
 
-def peft_name(name: str, experts: dict[str, Any]) -> str:
-    """PEFT's name of an adapter factor of this runtime; one of an expert in a list is that of a
-    linear layer."""
-    module, _, factor = name.rpartition(".")
-    side = factor[-1]
-    if factor == f"lora_{side}":
-        return f"{PREFIX}{module}.lora_{side}.weight"
-    module = _experts_at(module, experts)
-    first, last = banks(experts[module])
-    inner = "base_layer." if factor == f"lora_{first}_{side}" else ""
-    assert inner or factor == f"lora_{last}_{side}"
-    return f"{PREFIX}{module}.{inner}lora_{side}.weight"
+class Names:
+    """PEFT's names of a model's adapter factors; one of an expert in a list is that of a linear
+    layer.
+
+    PEFT sends the names that it reads through transformers' renaming from released names, which is
+    made for weights and is not always at rest with a name that is the model's already. Such a
+    factor goes by its released name.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming
+
+        self.experts = experts_of(model)
+        with own_classes(model):
+            conversions = get_model_conversion_mapping(model)  # type: ignore[arg-type]
+        self._renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+
+    def __call__(self, name: str) -> str:
+        """Of a factor by its name in this runtime."""
+        module, _, factor = name.rpartition(".")
+        side = factor[-1]
+        if factor == f"lora_{side}":
+            return f"{PREFIX}{self._released(f'{module}.lora_{side}.weight')}"
+        module = _experts_at(module, self.experts)
+        first, last = banks(self.experts[module])
+        inner = "base_layer." if factor == f"lora_{first}_{side}" else ""
+        assert inner or factor == f"lora_{last}_{side}"
+        return f"{PREFIX}{module}.{inner}lora_{side}.weight"
+
+    def _released(self, key: str) -> str:
+        from transformers.core_model_loading import apply_renamings
+
+        if apply_renamings(key, self._renamings) == key:
+            return key
+        backwards = [renaming.reverse_transform() for renaming in reversed(self._renamings)]
+        released = apply_renamings(key, backwards)  # type: ignore[arg-type]
+        return released if apply_renamings(released, self._renamings) == key else key
 
 
 def _experts_at(module: str, experts: dict[str, Any]) -> str:
@@ -78,7 +104,8 @@ def _experts_at(module: str, experts: dict[str, Any]) -> str:
 
 def peft_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Every full factor under PEFT's name, on the CPU. All ranks must call it together."""
-    experts = experts_of(model)
+    names = Names(model)
+    experts = names.experts
     packed: dict[str, Tensor] = {}
     for name, tensor in full_tensors(model, adapters=True):
         module, _, factor = name.rpartition(".")
@@ -87,7 +114,7 @@ def peft_tensors(model: nn.Module) -> dict[str, Tensor]:
             tensor = tensor.expand(count, *tensor.shape)
         if tensor.ndim == 3:
             tensor = pack_a(tensor) if name.endswith("_A") else pack_b(tensor)
-        packed[peft_name(name, experts)] = tensor.contiguous()
+        packed[names(name)] = tensor.contiguous()
     return packed
 
 
@@ -169,7 +196,7 @@ class StoredAdapter:
             if value != wanted and (value or wanted):
                 fault = f"{value}, but {wanted} is what the job has or this runtime reads"
                 raise InputError(config, field=key, fault=fault, fix="change the job to it")
-        self.model, self.experts = model, experts_of(model)
+        self.model, self.names = model, Names(model)
         self.reader = Reader(self.file)
         expected = set[str]()
         for name, parameter in adapter_parameters(model).items():
@@ -186,13 +213,13 @@ class StoredAdapter:
         owner = self.model.get_submodule(module)
         if isinstance(owner, ExpertList):
             names = [own for own, _ in under_own_names(self.model, name, torch.empty(len(owner)))]
-            return [(peft_name(own, {}), tuple(shape[1:])) for own in names]
+            return [(self.names(own), tuple(shape[1:])) for own in names]
         packed = tuple(shape)
         if factor not in LINEAR:
-            count = self.experts[_experts_at(module, self.experts)].num_experts
+            count = self.names.experts[_experts_at(module, self.names.experts)].num_experts
             rows, columns = shape[-2:]
             packed = (count * rows, columns) if factor.endswith("_A") else (rows, columns * count)
-        return [(peft_name(name, self.experts), packed)]
+        return [(self.names(name), packed)]
 
     def rows(self, name: str, shape: torch.Size, low: int, high: int) -> Tensor:
         """Rows `[low, high)` of a factor of the model."""

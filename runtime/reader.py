@@ -105,7 +105,7 @@ class Reader:
             fault = f"stored as {info.dtype}, which is not trained from yet"
             raise InputError(info.shard, field=name, fault=fault, fix="use bfloat16 weights")
         buffer = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
-        view, done = memoryview(buffer.numpy()), 0
+        view, done = memoryview(buffer.numpy()), 0  # type: ignore[arg-type]
         while done < len(view):
             read = os.preadv(self._files[info.shard], [view[done:]], begin + done)
             if not read:

@@ -62,7 +62,8 @@ def rows_of(
 
 def _form(shape: tuple[int, ...]) -> tuple[int, int]:
     """Rows and columns of the scales of one matrix."""
-    return (*shape, 1, 1)[:2] if len(shape) < 2 else (shape[0], shape[1])
+    rows, columns = (*shape, 1, 1)[:2]
+    return rows, columns
 
 
 def _block(

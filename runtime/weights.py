@@ -5,8 +5,7 @@ Conversion comes before sharding, always: see `analyzers.conversion`.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from runtime.shards import full, local_rows, tensor_digest
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PIECE = 32 * 2**20
+PIECE = 16 * 2**20
 """Bytes of a model tensor that are read and converted at once."""
 READERS = 4
 """Threads of a rank that do so; a rank holds as many pieces beside its own shards."""
@@ -70,12 +69,12 @@ def conversion_of(model: PreTrainedModel, reader: Reader) -> Conversion:
     """How the checkpoint makes the model's own weights; the model may be sharded and hold banks of
     experts packed."""
     wanted = {(bank_of(model, n) or (n,))[0]: t for n, t in base_state(model).items()}
-    with _own_classes(model):
+    with own_classes(model):
         return plan_conversion(model, reader.tensors, wanted, converters(model))
 
 
 @contextmanager
-def _own_classes(model: nn.Module) -> Iterator[None]:
+def own_classes(model: nn.Module) -> Iterator[None]:
     """Takes away the class that FSDP puts before a module's own: transformers finds a model's
     conversions by the name of its class, and finds others, or none, by FSDP's."""
     sharded = [
@@ -108,45 +107,37 @@ class Piece:
 
     def _rows(self, reader: Reader, model: PreTrainedModel) -> Tensor:
         recipe, low, high = self.recipe, self.low, self.high
-        number = None if self.part is None else (CODES, SCALES).index(self.part)
-
-        def read(name: str, low: int, high: int) -> Tensor:
-            if number is None:
-                return reader.rows(name, low, high)
-            return reader.part_rows(name, number, low, high)
-
+        if not recipe.by_expert and not (recipe.by_row and self.shape):
+            if self.part is not None:
+                fault, fix = "can only be converted unpacked", "plan with bf16 experts"
+                where = reader.where(recipe.names[0])
+                raise InputError(where, field=recipe.name, fault=fault, fix=fix)
+            tensor = recipe.convert(reader.whole, model)
+            _check_shape(recipe, tuple(tensor.shape), self.shape, reader)
+            return tensor[low:high] if self.shape else tensor
+        counts = {reader.tensors[name].shape[:1] for name in recipe.names}
         if recipe.by_expert:
-            counts = {len(names) for names in recipe.sources.values()}
-            if counts != {self.shape[0]}:
-                _check_shape(recipe, (*counts, *self.shape[1:]), self.shape, reader)
-            whole = functools.partial(_whole, read, reader)
-            rows = recipe.convert(whole, model, experts=(low, high))
-            _check_shape(recipe, (self.shape[0], *rows.shape[1:]), self.shape, reader)
-            return rows
-        if recipe.by_row and self.shape:
-            counts = {reader.tensors[name].shape[:1] for name in recipe.names}
-            if counts != {self.shape[:1]}:
-                _check_shape(recipe, (*counts.pop(), *self.shape[1:]), self.shape, reader)
-            rows = recipe.convert(lambda name: read(name, low, high), model)
-            _check_shape(recipe, (self.shape[0], *rows.shape[1:]), self.shape, reader)
-            return rows
-        if number is not None:
-            fault, fix = "is converted in a way that needs it unpacked", "plan with bf16 experts"
-            raise InputError(reader.where(recipe.names[0]), field=recipe.name, fault=fault, fix=fix)
-        tensor = recipe.convert(reader.whole, model)
-        _check_shape(recipe, tuple(tensor.shape), self.shape, reader)
-        return tensor[low:high] if self.shape else tensor
+            counts = {(len(names),) for names in recipe.sources.values()}
+        if counts != {self.shape[:1]}:
+            _check_shape(recipe, (*max(counts), *self.shape[1:]), self.shape, reader)
 
+        def read(name: str) -> Tensor:
+            rows = (0, reader.tensors[name].shape[0]) if recipe.by_expert else (low, high)
+            if self.part is None:
+                return reader.rows(name, *rows)
+            return reader.part_rows(name, (CODES, SCALES).index(self.part), *rows)
 
-def _whole(read: Callable[[str, int, int], Tensor], reader: Reader, name: str) -> Tensor:
-    return read(name, 0, reader.tensors[name].shape[0])
+        rows = recipe.convert(read, model, experts=(low, high) if recipe.by_expert else None)
+        _check_shape(recipe, (self.shape[0], *rows.shape[1:]), self.shape, reader)
+        return rows
 
 
 def as_stored(recipe: Recipe, reader: Reader, shape: torch.Size) -> Recipe:
     """The recipe without a transposition that transformers makes only where shapes differ: of rows
     alone they always do."""
-    checked = recipe.by_row and recipe.converter is not None
-    checked = checked and all(getattr(o, "check_dims", False) for o in recipe.converter.operations)
+    if recipe.converter is None or not recipe.by_row:
+        return recipe
+    checked = all(getattr(o, "check_dims", False) for o in recipe.converter.operations)
     same = checked and reader.tensors[recipe.names[0]].shape == tuple(shape)
     return replace(recipe, converter=None) if same else recipe
 
@@ -174,14 +165,13 @@ def _check_shape(recipe: Recipe, found: tuple, shape: torch.Size, reader: Reader
 
 def _fill_computed_buffers(model: PreTrainedModel, loaded: set[str]) -> None:
     """Buffers that no checkpoint holds (rotary frequencies) are computed by the model itself."""
+    for own in (*model.parameters(), *model.buffers()):
+        own._is_hf_initialized = True  # type: ignore[attr-defined]  # read: leave it alone
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         computed = [b for b in module._buffers if f"{prefix}{b}" not in loaded]
         if not any(module._buffers[b] is not None for b in computed):
             continue
-        for own in (*module._parameters.values(), *module._buffers.values()):
-            if own is not None:
-                own._is_hf_initialized = True  # type: ignore[attr-defined]  # read, leave it alone
         for buffer in computed:
             value = module._buffers[buffer]
             if value is not None:

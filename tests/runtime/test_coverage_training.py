@@ -12,10 +12,6 @@ CASES = {
     "GptOssForCausalLM": "gpt_oss",
     # Experts without a gate in a latent space.
     "NemotronHForCausalLM": "nemotron_h",
-    # Shared and routed experts whose names PEFT confuses; a vision tower before the decoder.
-    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
-    # One checkpoint tensor becomes four model tensors.
-    "LaraMiniForCausalLM": "lara_mini",
 }
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from analyzers.conversion import plan_conversion
+from analyzers.coverage import Architecture, write_tiny
 from analyzers.errors import InputError
 from analyzers.models import build_on_meta, load_config
 from runtime import weights
@@ -136,6 +137,29 @@ def test_parts_that_are_not_understood_are_refused(tmp_path):
     reader = written(tmp_path, tensors, quant_method="compressed-tensors")
     with pytest.raises(InputError, match=r"int4 with a.weight_zero_point.*use bfloat16 weights"):
         reader.whole("a.weight")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("gemma4_text", "Gemma4ForCausalLM"),  # a computed buffer beside a weight
+        # A computed buffer whose initialisation draws the weights of a layer inside, too.
+        ("unlimited_ocr", "UnlimitedOcrForConditionalGeneration"),
+        ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),  # transposed where shapes differ
+    ],
+)
+def test_every_tensor_is_that_of_a_stock_load(tmp_path, kind, name):
+    write_tiny(Architecture(kind, name, ()), tmp_path)
+    torch.manual_seed(0)
+    meta = build_on_meta(load_config(tmp_path), dtype=torch.float32)
+    type(meta)._from_config(meta.config, dtype=torch.float32).save_pretrained(tmp_path)
+    stock = type(meta).from_pretrained(tmp_path, dtype=torch.float32)
+    model = meta.to_empty(device="cpu")
+    model.tie_weights()
+    weights.load_weights(model, tmp_path)
+    assert weights.digest(model) == weights.digest(stock)
+    buffers = dict(stock.named_buffers())
+    assert all(torch.equal(b, buffers[n]) for n, b in model.named_buffers())
 
 
 def test_a_load_holds_pieces_and_not_banks(small_model, monkeypatch):
