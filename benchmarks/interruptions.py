@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-LONGEST = 1.0
+LONGEST = 3.0
 """Seconds that a run goes on after its first step, at most."""
 
 

@@ -43,11 +43,15 @@ class Run:
     evaluation_fraction: float
     lora: dict[str, Any]
 
-    def check(self, saved: dict[str, Any], where: Path) -> None:
-        """Raises InputError for the first difference."""
-        for name, now in dataclasses.asdict(self).items():
-            if saved[name] != now:
-                fault = f"is {now}, but the checkpoint was written with {saved[name]}"
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    def check(self, saved: str, where: Path) -> None:
+        """Raises InputError for the first difference from what `to_json` gave."""
+        before = json.loads(saved)
+        for name, now in json.loads(self.to_json()).items():
+            if before[name] != now:
+                fault = f"is {now}, but the checkpoint was written with {before[name]}"
                 fix = "go on as before, or remove the folder to start anew"
                 raise InputError(where, field=name, fault=fault, fix=fix)
 
@@ -72,7 +76,7 @@ class Checkpoints:
         temporary = _begin(self.folder, step)
         if self._group is None:
             self._group = dist.new_group(backend="gloo")  # type: ignore[assignment]
-        state = _state(self.model, self.optimizer) | dataclasses.asdict(self.run)
+        state = _state(self.model, self.optimizer) | {"run": self.run.to_json()}
         state[BALANCE] = json.dumps(self.balancer and self.balancer.state())
         future = dcp.async_save(state, checkpoint_id=temporary, process_group=self._group)
         assert isinstance(future, Future)
@@ -101,9 +105,9 @@ class Checkpoints:
         without one. Raises InputError when it belongs to another run."""
         step = last_checkpoint(self.folder) or 0
         if step:
-            saved = dataclasses.asdict(self.run) | {BALANCE: ""}
+            saved = {"run": "", BALANCE: ""}
             dcp.load(saved, checkpoint_id=self.folder / f"step_{step}")
-            self.run.check(saved, self.folder / f"step_{step}")
+            self.run.check(saved["run"], self.folder / f"step_{step}")
             load_checkpoint(self.folder, step, self.model, self.optimizer)
             if self.balancer is not None and (balance := json.loads(saved[BALANCE])):
                 self.balancer.restore(balance)

@@ -203,7 +203,7 @@ def collate(rows: Sequence[Row], length: int, pad: int, *, flat: bool = False) -
             count = len(document.input_ids)
             end = start + count
             ids[row, start:end] = torch.tensor(document.input_ids)
-            labels[row, start : end - 1] = torch.tensor(document.labels[1:])
+            labels[row, start : max(start, end - 1)] = torch.tensor(document.labels[1:])
             positions[row, start:end] = torch.arange(count)
             lengths.append(count)
             pieces.append(count)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from analyzers.errors import AdaptError
 from runtime.adapters import adapter_parameters
-from runtime.boundaries import packed_form
+from runtime.boundaries import Form, packed_form
 from runtime.build import Documents, build_dataset, build_model, dtype_of, say
 from runtime.checkpoints import Checkpoints, Run
 from runtime.evaluation import evaluate, set_apart
@@ -205,7 +205,7 @@ def prepare(documents: Documents, device: torch.device) -> Training:
     dataset, apart = set_apart(documents, dataset)
     say(f"{len(dataset.examples)} examples, {documents.global_batch_size} rows a step")
     model = build_model(documents, device, dtype=dtype_of(plan))
-    form = packed_form(model, device) if job.packing else None
+    form = _agreed(packed_form(model, device)) if job.packing else None
     if form is not None:
         dataset = dataset.packed(plan.sequence_length)
         apart = apart.packed(plan.sequence_length) if apart is not None else None
@@ -250,6 +250,14 @@ def prepare(documents: Documents, device: torch.device) -> Training:
         first=first,
         log=log,
     )
+
+
+def _agreed(form: Form | None) -> Form | None:
+    """What every rank measured; None where one of them measured something else: all ranks must lay
+    the same rows."""
+    forms: list[Form | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(forms, form)
+    return form if len(set(forms)) == 1 else None
 
 
 def _seed(seed: int, step: int, rank: int) -> int:
