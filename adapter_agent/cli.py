@@ -145,6 +145,13 @@ def run(
     data: Annotated[
         Path | None, typer.Option(help="JSONL to train on; without it nothing is trained.")
     ] = None,
+    eval_data: Annotated[
+        Path | None, typer.Option(help="JSONL whose loss is measured before and after.")
+    ] = None,
+    eval_fraction: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=0.5, help="Share of the data to set apart for that instead."),
+    ] = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Optimizer steps; 60 by default.")
     ] = None,
@@ -176,6 +183,8 @@ def run(
         cluster=cluster,
         backend=backend,
         data=data,
+        eval_data=eval_data,
+        eval_fraction=eval_fraction,
         steps=steps,
         sequence_length=sequence_length,
         global_batch_size=global_batch_size,

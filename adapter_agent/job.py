@@ -40,6 +40,8 @@ class Options:
     cluster: Path
     backend: str | None = None
     data: Path | None = None
+    eval_data: Path | None = None
+    eval_fraction: float | None = None
     steps: int | None = None
     sequence_length: int | None = None
     global_batch_size: int | None = None
@@ -54,15 +56,18 @@ def make_job(options: Options) -> Job:
     from analyzers.backends import load_backend
     from analyzers.models import find_config
     from strategies import load_cluster
-    from strategies.schema import Job, Lora
+    from strategies.schema import Evaluation, Job, Lora
 
     config = find_config(options.model, trust_remote_code=options.trust_remote_code)
     cluster = load_cluster(options.cluster)
     backend = load_backend(options.backend) if options.backend else cluster.device
-    if options.data is not None:
+    if options.eval_data is not None and options.eval_fraction:
+        fault = "is given with --eval-data"
+        raise InputError("--eval-fraction", fault=fault, fix="give one of them")
+    for file in filter(None, (options.data, options.eval_data)):
         from runtime.data import check_data
 
-        check_data(options.data)
+        check_data(file)
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None) or LONGEST_DEFAULT_SEQUENCE
     job = Job(
@@ -71,6 +76,10 @@ def make_job(options: Options) -> Job:
         cluster=str(options.cluster.resolve()),
         backend=backend.name,
         data=str(options.data.resolve()) if options.data else None,
+        evaluation=Evaluation(
+            data=str(options.eval_data.resolve()) if options.eval_data else None,
+            fraction=options.eval_fraction or 0.0,
+        ),
         sequence_length=options.sequence_length or min(LONGEST_DEFAULT_SEQUENCE, longest),
         global_batch_size=options.global_batch_size,
         fixed=_fixed(options.fixed),
@@ -108,6 +117,9 @@ def run_inputs(options: Options, job: Job) -> dict[str, Any]:
         "backend": job.backend,
         "data": job.data,
         "data_sha256": sha256_file(options.data) if options.data else None,
+        "eval_data": job.evaluation.data,
+        "eval_data_sha256": sha256_file(options.eval_data) if options.eval_data else None,
+        "eval_fraction": job.evaluation.fraction,
         "steps": job.steps,
         "sequence_length": job.sequence_length,
         "global_batch_size": job.global_batch_size,
@@ -178,14 +190,15 @@ def check_unchanged(context: Context) -> None:
     past, job = context.run.record.inputs, context.job
     find_config(Path(job.model), trust_remote_code=context.trust_remote_code)
     open_checkpoint(job.model)
-    data = Path(job.data) if job.data else None
-    if data and not data.is_file():
-        raise InputError(data, fault="does not exist", fix="put it back, or make a new run")
+    data = {"data_sha256": job.data, "eval_data_sha256": job.evaluation.data}
+    files = {name: Path(file) for name, file in data.items() if file}
+    for file in files.values():
+        if not file.is_file():
+            raise InputError(file, fault="does not exist", fix="put it back, or make a new run")
     changed = []
     if past["model_sha256"] != model_sha256(Path(job.model)):
         changed.append(Path(job.model))
-    if data and past["data_sha256"] != sha256_file(data):
-        changed.append(data)
+    changed += [file for name, file in files.items() if past[name] != sha256_file(file)]
     for where in changed:
         fault = f"has changed since the run in {context.run.path} was made"
         raise InputError(where, fault=fault, fix="put it back, or make a new run")

@@ -141,6 +141,7 @@ def gather(run: RunDirectory) -> dict[str, Any]:
         "decision": _document(Decision, run / "review.json"),
         "validation": _document(ValidationReport, run / "validation.json"),
         "steps": steps,
+        "evaluations": run.evaluations(),
         "step_seconds": median(s.step_seconds for s in steps) if steps else None,
         "speed": median(s.tokens_per_second_per_device for s in steps) if steps else None,
         "launch": sorted(f"{p.parent.name}/{p.name}" for p in _files(run, "launch", "exports")),

@@ -18,11 +18,13 @@ from collections.abc import Iterator
 from dataclasses import field, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from analyzers.documents import document, from_data, read_document, write_document
 from analyzers.errors import InputError
-from runtime.schema import StepMetrics
+from runtime.schema import Evaluated, StepMetrics
+
+T = TypeVar("T")
 
 STAGES = ("analyze", "map", "generate", "plan", "review", "validate", "train", "report")
 """In order."""
@@ -157,16 +159,26 @@ class RunDirectory:
 
         Raises InputError for a line that is none of ours.
         """
-        path = self / "train/metrics.jsonl"
-        if not path.is_file():
-            return []
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-            steps = [json.loads(line) for line in lines if line.strip()]
-        except (OSError, ValueError) as e:
-            fix = "train again, or take another run"
-            raise InputError(path, fault=f"cannot be read: {e}", fix=fix) from e
-        return [from_data(StepMetrics, step, path) for step in steps]
+        return _lines(StepMetrics, self / "train/metrics.jsonl")
+
+    def evaluations(self) -> list[Evaluated]:
+        """The lines of `train/evaluation.jsonl`; empty when no examples were set apart.
+
+        Raises InputError for a line that is none of ours.
+        """
+        return _lines(Evaluated, self / "train/evaluation.jsonl")
+
+
+def _lines(cls: type[T], path: Path) -> list[T]:
+    if not path.is_file():
+        return []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        found = [json.loads(line) for line in lines if line.strip()]
+    except (OSError, ValueError) as e:
+        fix = "train again, or take another run"
+        raise InputError(path, fault=f"cannot be read: {e}", fix=fix) from e
+    return [from_data(cls, line, path) for line in found]
 
 
 @contextlib.contextmanager

@@ -263,8 +263,8 @@ WORK: dict[str, Stage] = {
     "train": Stage(
         work=train,
         reads=("job.json", "plan.json", "kernels"),
-        inputs=("data_sha256",),
-        writes=("train/metrics.jsonl", "adapter", "launch"),
+        inputs=("data_sha256", "eval_data_sha256"),
+        writes=("train/metrics.jsonl", "train/evaluation.jsonl", "adapter", "launch"),
         resumes=("train",),
     ),
     "report": Stage(
@@ -277,6 +277,7 @@ WORK: dict[str, Stage] = {
             "validation.json",
             "review.json",
             "train/metrics.jsonl",
+            "train/evaluation.jsonl",
             "launch",
             "exports",
         ),

@@ -56,16 +56,19 @@ class Recipe:
         first, *rest = self.converter.operations
         if not isinstance(first, loading.MergeModulelist) or first.dim != 0:
             return False
-        for operation in rest:
-            kept = isinstance(operation, loading.Concatenate) and operation.dim > 0
-            turned = (
-                isinstance(operation, loading.Transpose)
-                and not operation.check_dims
-                and min(operation.dim0, operation.dim1) > 0
-            )
-            if not (kept or turned):
-                return False
+        if not all(map(_keeps_rows, rest)):
+            return False
         return len({len(names) for names in self.sources.values()}) == 1
+
+    @property
+    def by_row(self) -> bool:
+        """Whether row i of the tensor is made of row i of each source, so that some rows of the
+        sources convert to the same rows of the tensor."""
+        if self.converter is None:
+            return True
+        alone = all(len(names) == 1 for names in self.sources.values())
+        one = len(self.converter.target_patterns) == 1
+        return alone and one and all(map(_keeps_rows, self.converter.operations))
 
     def convert(
         self, read: Read, model: PreTrainedModel, experts: tuple[int, int] | None = None
@@ -75,8 +78,7 @@ class Recipe:
         Raises InputError when transformers' converter cannot make the tensor from these sources.
         """
         if self.converter is None:
-            tensor = read(self.names[0])
-            return tensor if experts is None else tensor[experts[0] : experts[1]]
+            return read(self.names[0])
         low, high = experts if experts is not None else (0, None)
         converter = copy.deepcopy(self.converter)
         for pattern, names in self.sources.items():
@@ -88,6 +90,17 @@ class Recipe:
             raise InputError(self.names[0], fault=f"cannot be converted to {self.name}: {e}") from e
         tensor = made[self.name]
         return tensor[0] if isinstance(tensor, list) else tensor
+
+
+def _keeps_rows(operation: Any) -> bool:
+    """Whether an operation leaves dimension 0 alone."""
+    from transformers import core_model_loading as loading
+
+    if isinstance(operation, loading.Transpose):
+        return min(operation.dim0, operation.dim1) > 0
+    # Not in transformers 5.17.
+    kinds = (loading.Concatenate, getattr(loading, "Interleave", loading.Concatenate))
+    return isinstance(operation, kinds) and operation.dim > 0
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from analyzers.coverage import (
 
 TIME_LIMIT = 600  # seconds an architecture
 DOCS = Path(__file__).resolve().parent.parent / "docs"
+TRAINING = "<!-- training: begin -->"  # the section that coverage_training.py writes
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -66,7 +67,9 @@ def main(arguments: list[str] | None = None) -> int:
         if missing := {a.name for a in everything} - set(results):
             parser.error(f"--write-docs wants all architectures; missing: {sorted(missing)}")
         (DOCS / "coverage.json").write_text(document(results, excluded))
-        (DOCS / "coverage.md").write_text(page(results, excluded))
+        before = (DOCS / "coverage.md").read_text()
+        kept = "\n" + before[before.index(TRAINING) :] if TRAINING in before else ""
+        (DOCS / "coverage.md").write_text(page(results, excluded) + kept)
     levels = Counter(result.level for result in results.values())
     print(f"{len(results)} architectures: {dict(levels)}")
     return int(levels["failed"] > 0)

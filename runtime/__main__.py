@@ -17,6 +17,13 @@ def main() -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--stage", choices=["train", "validate"], default="train")
     parser.add_argument("--plan", type=Path, help="another plan than RUN_DIR/plan.json")
+    parser.add_argument(
+        "--profile",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="trace so many steps of the training on rank 0, to RUN_DIR/train/profile",
+    )
     arguments = parser.parse_args()
     die_with_parent()
 
@@ -28,7 +35,7 @@ def main() -> int:
             if arguments.stage == "train":
                 from runtime.training import train_rank
 
-                train_rank(documents, device)
+                train_rank(documents, device, profile_steps=arguments.profile)
             else:
                 from runtime.validation import validate_rank
 

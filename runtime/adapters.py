@@ -1,25 +1,29 @@
 """LoRA on linear layers and on banks of experts, inserted before sharding.
 
 A linear layer changes its class in place and gains two parameters, so the names of the base weights
-stay those of the model. An experts module gains factors that `experts.run_experts` applies.
+stay those of the model. An experts module gains factors that `experts.run_experts` applies. A
+factor A that all experts of a layer share belongs to the module around them: whoever owns which
+experts, it is sharded and its gradient summed like any weight of the layer.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from analyzers.errors import InputError
+from analyzers.structure import decoder_layers
 from runtime.experts import experts_of
 from runtime.shards import local_rows
 
 if TYPE_CHECKING:
     from analyzers.schema import ModelAnalysis
-    from strategies.schema import Lora
+    from strategies.schema import Lora, LoraTarget
 
 PART_OF_TARGET = {
     "attention": "mixer",
@@ -29,15 +33,24 @@ PART_OF_TARGET = {
 }
 
 
+MAMBA_READS = ("out_proj", "dt_proj")
+
+
 class LoraLinear(nn.Linear):
-    """`x W^T + b + scale * (x A^T) B^T`; the factors are float32 and computed in the dtype of x."""
+    """`x W^T + b + scale * (dropout(x) A^T) B^T`; factors are float32, computed in the dtype of x.
+
+    A layer that is recomputed in backward sees the mask of its forward: checkpointing restores the
+    random state.
+    """
 
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     lora_scale: float
+    lora_dropout: float
 
     def forward(self, input: Tensor) -> Tensor:
-        low = nn.functional.linear(input, self.lora_A.to(input.dtype))
+        kept = nn.functional.dropout(input, self.lora_dropout, self.training)
+        low = nn.functional.linear(kept, self.lora_A.to(input.dtype))
         delta = nn.functional.linear(low, self.lora_B.to(input.dtype))
         return super().forward(input) + delta * self.lora_scale
 
@@ -52,6 +65,7 @@ def insert_adapters(model: nn.Module, lora: Lora, analysis: ModelAnalysis) -> li
 
     Raises InputError when a target has nothing to adapt in this model.
     """
+    _check(lora)
     model.requires_grad_(False)
     touched: list[str] = []
     for target in lora.targets:
@@ -60,7 +74,7 @@ def insert_adapters(model: nn.Module, lora: Lora, analysis: ModelAnalysis) -> li
         else:
             names = _linear_names(model, analysis, PART_OF_TARGET[target])
             for name in names:
-                _adapt_linear(name, model.get_submodule(name), lora)
+                _adapt_linear(model.get_submodule(name), lora, target)
         if not names and target in ("attention", "routed_experts"):
             raise InputError(
                 "job.json",
@@ -72,55 +86,74 @@ def insert_adapters(model: nn.Module, lora: Lora, analysis: ModelAnalysis) -> li
     return touched
 
 
+def _check(lora: Lora) -> None:
+    """Raises InputError for values that no adapter can have."""
+    for field, fault in (
+        ("rank", "must be positive" if lora.rank < 1 else ""),
+        ("ranks", "must be positive" if min(lora.ranks.values(), default=1) < 1 else ""),
+        ("ranks", "of what is no target" if set(lora.ranks) - set(lora.targets) else ""),
+        ("dropout", "must be at least 0 and below 1" if not 0 <= lora.dropout < 1 else ""),
+        (
+            "shared_a",
+            "set, but routed_experts is no target"
+            if lora.shared_a and "routed_experts" not in lora.targets
+            else "",
+        ),
+    ):
+        if fault:
+            value = getattr(lora, field)
+            raise InputError("job.json", field=f"lora.{field}", fault=f"{value}: {fault}")
+
+
 def _linear_names(model: nn.Module, analysis: ModelAnalysis, part: str) -> list[str]:
-    prefix = layers_name(model)
-    return [
+    """Linear layers of a part, without those that an adapter would not reach or be wrong for."""
+    prefix, _ = decoder_layers(model)
+    names = [
         f"{prefix}.{layer}.{linear.name}"
         for block in analysis.blocks
         for layer in block.layers
         for linear in block.linears
         if linear.part == part
     ]
+    return [name for name in names if _reached(model, name)]
 
 
-def layers_name(model: nn.Module) -> str:
-    """Name of the list of decoder layers, e.g. `model.layers`: the longest one of the model."""
-    kinds = set(getattr(model, "_no_split_modules", None) or ())
-    lists = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        and len(module)
-        and (not kinds or type(module[0]).__name__ in kinds)
-    }
-    if not lists:
-        raise InputError(type(model).__name__, fault="has no list of decoder layers")
-    return max(lists, key=lambda name: len(lists[name]))
+def _reached(model: nn.Module, name: str) -> bool:
+    """Whether a layer is a plain product that the model calls. A class of its own may compute
+    something else; Mamba's fused kernels take these weights and leave the layer out."""
+    owner, _, last = name.rpartition(".")
+    mixer = model.get_submodule(owner)
+    mamba = hasattr(mixer, "conv1d") and hasattr(mixer, "D")
+    return type(model.get_submodule(name)) is nn.Linear and not (mamba and last in MAMBA_READS)
 
 
-def _adapt_linear(name: str, module: Any, lora: Lora) -> None:
-    if type(module) is not nn.Linear:
-        kind = type(module).__name__
-        raise InputError("job.json", field="lora.targets", fault=f"{name} is a {kind}, not linear")
+def _adapt_linear(module: Any, lora: Lora, target: LoraTarget) -> None:
     module.__class__ = LoraLinear
     assert isinstance(module, LoraLinear)
-    device = module.weight.device
-    module.lora_A = _factor(lora.rank, module.in_features, device=device)
-    module.lora_B = _factor(module.out_features, lora.rank, device=device)
-    module.lora_scale = lora.alpha / lora.rank
+    rank, device = lora.rank_of(target), module.weight.device
+    module.lora_A = _factor(rank, module.in_features, device=device)
+    module.lora_B = _factor(module.out_features, rank, device=device)
+    module.lora_scale, module.lora_dropout = lora.scale_of(target), lora.dropout
 
 
 def _adapt_experts(model: nn.Module, lora: Lora) -> list[str]:
-    found = experts_of(model)
-    for module in found.values():
+    rank, prefix = lora.rank_of("routed_experts"), decoder_layers(model)[0]
+    # Not those of a tower that texts never reach.
+    found = {n: experts for n, experts in experts_of(model).items() if n.startswith(f"{prefix}.")}
+    for name, module in found.items():
+        owner = module
+        if lora.shared_a:
+            owner = model.get_submodule(name.rpartition(".")[0])
+            module.lora_shared = (owner,)  # in a tuple, so that it does not become a submodule
         for bank in banks(module):
             weight = getattr(module, bank)
             first, second = weight.shape[1:]
             outs, ins = (second, first) if module.is_transposed else (first, second)
             count, device = weight.shape[0], weight.device
-            setattr(module, f"lora_{bank}_A", _factor(count, lora.rank, ins, device=device))
-            setattr(module, f"lora_{bank}_B", _factor(count, outs, lora.rank, device=device))
-        module.lora_scale = lora.alpha / lora.rank
+            shape = (rank, ins) if lora.shared_a else (count, rank, ins)
+            setattr(owner, f"lora_{bank}_A", _factor(*shape, device=device))
+            setattr(module, f"lora_{bank}_B", _factor(count, outs, rank, device=device))
+        module.lora_scale, module.lora_dropout = lora.scale_of("routed_experts"), lora.dropout
     return list(found)
 
 
@@ -160,6 +193,37 @@ def _uniform(shape: torch.Size, key: str) -> Tensor:
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     bound = 1 / math.sqrt(shape[-1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A base weight with its adapter."""
+
+    a: str
+    """Names of the factors in the model."""
+    b: str
+    scale: float
+    bank: bool
+    """Stacked experts: factors `[E, r, in]`, or `[r, in]` when shared, and `[E, out, r]`."""
+    transposed: bool
+    """The weight is `[E, in, out]`."""
+
+
+def adapted_weights(model: nn.Module) -> dict[str, Adapted]:
+    """What is adapted, by the name of the base weight."""
+    found: dict[str, Adapted] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLinear):
+            a, b = f"{name}.lora_A", f"{name}.lora_B"
+            found[f"{name}.weight"] = Adapted(a, b, module.lora_scale, False, False)
+    for name, module in experts_of(model).items():
+        owner = name.rpartition(".")[0] if hasattr(module, "lora_shared") else name
+        for bank in banks(module):
+            if hasattr(module, f"lora_{bank}_B"):
+                a, b = f"{owner}.lora_{bank}_A", f"{name}.lora_{bank}_B"
+                scale, turned = module.lora_scale, module.is_transposed
+                found[f"{name}.{bank}"] = Adapted(a, b, scale, True, turned)
+    return found
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -15,9 +15,11 @@ import torch.distributed as dist
 from analyzers.documents import read_document
 from analyzers.schema import ModelAnalysis
 from runtime.adapters import initialise_adapters, insert_adapters
-from runtime.data import Dataset, load_dataset
-from runtime.expert_lists import stack_expert_lists
 from runtime.experts import use_own_experts
+from runtime.experts.lists import stack_expert_lists
+from runtime.packed import keep_packed
+from runtime.packing import Dataset, load_dataset
+from runtime.peft_format import load_adapter
 from runtime.sharding import device_type, keep_float32, parallelize
 from runtime.weights import load_weights
 from strategies.schema import Job, Plan
@@ -87,16 +89,10 @@ def build_model(
     Without `sharded` it is a plain model of one process, with the same values: the reference that
     the sharded one is compared with.
     """
-    from analyzers.models import build_on_meta, load_config
-
     job = documents.job
-    config = load_config(job.model, trust_remote_code=job.trust_remote_code)
-    config.use_cache = False
-    model = build_on_meta(config, dtype=dtype)
-    model.tie_weights()
-    if documents.analysis.experts:
-        stack_expert_lists(model, documents.analysis.experts.count)
-    insert_adapters(model, job.lora, documents.analysis)
+    model = build_adapted(documents, dtype=dtype)
+    if documents.plan.expert_weight_format == "mxfp4":
+        keep_packed(model)
     if sharded:
         parallelize(model, documents.plan)
     else:
@@ -107,9 +103,27 @@ def build_model(
     unused = load_weights(model, job.model)
     if unused:
         say(f"{len(unused)} checkpoint tensors are not used, e.g. {unused[0]}")
-    initialise_adapters(model, job.seed)
+    if job.lora.init_from is None:
+        initialise_adapters(model, job.seed)
+    else:
+        load_adapter(model, job.lora)
     bind_kernels(model, documents.run_dir / "kernels")
     return model.train()
+
+
+def build_adapted(documents: Documents, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The job's model with its adapters on the meta device, base frozen."""
+    from analyzers.models import build_on_meta, load_config
+
+    job = documents.job
+    config = load_config(job.model, trust_remote_code=job.trust_remote_code)
+    config.use_cache = False
+    model = build_on_meta(config, dtype=dtype)
+    model.tie_weights()
+    if documents.analysis.experts:
+        stack_expert_lists(model, documents.analysis.experts.count)
+    insert_adapters(model, job.lora, documents.analysis)
+    return model
 
 
 def bind_kernels(model: PreTrainedModel, folder: Path) -> list[Any]:
@@ -144,7 +158,8 @@ def build_dataset(documents: Documents) -> tuple[Dataset, int]:
             fix="give --data FILE.jsonl",
         )
     tokenizer = build_tokenizer(job.model, trust_remote_code=job.trust_remote_code)
-    dataset = load_dataset(job.data, tokenizer, documents.plan.sequence_length)
+    length = documents.plan.sequence_length
+    dataset = load_dataset(job.data, tokenizer, length, cache=documents.run_dir / "data")
     if dataset.truncated:
         say(f"{dataset.truncated} examples cut at {documents.plan.sequence_length} tokens")
     pad = tokenizer.pad_token_id

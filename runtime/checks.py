@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from runtime.adapters import adapter_parameters
-from runtime.data import Batch
 from runtime.experts import experts_of
+from runtime.packing import Batch
 from runtime.schema import Check
 from runtime.shards import tensor_digest, whole
 

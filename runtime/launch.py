@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from analyzers.documents import read_document, write_document
@@ -183,17 +184,52 @@ def die_with_parent() -> None:
 
 def _failure(stage: str, logs: Path, agent_log: Path, status: int) -> Exception:
     """The error of the rank that failed first, as the error that it was."""
-    rank = _first_failed(agent_log)
-    found = sorted(logs.glob(f"**/{rank}/stderr.log"))
+    failed = _first_failed(agent_log.read_text(encoding="utf-8", errors="replace"))
+    found = sorted(logs.glob(f"**/{failed.rank}/stderr.log"))
     lines = found[-1].read_text(encoding="utf-8", errors="replace").splitlines() if found else []
     for line in reversed(lines):
-        match = re.match(rf"{ERROR_LINE} (\d): (.*)", line)
+        match = re.match(rf"{ERROR_LINE} (\d+): (.*)", line)
         if match:
             return _known(int(match[1]), match[2])
     if not lines:
         lines = agent_log.read_text(encoding="utf-8", errors="replace").splitlines()
     tail = "\n".join(lines[-TAIL_LINES:])
-    return RuntimeError(f"{stage}: rank {rank} failed (status {status}, logs in {logs}):\n{tail}")
+    who = f"rank {failed.rank}{failed.host and f' on {failed.host}'}"
+    return RuntimeError(f"{stage}: {who} {failed.cause(status)} (logs in {logs}):\n{tail}")
+
+
+@dataclass(frozen=True)
+class _Failed:
+    rank: int = 0
+    host: str = ""
+    exit_code: int | None = None
+
+    @property
+    def killed(self) -> bool:
+        """By a signal that torchrun itself does not send to the ranks that are left over."""
+        code = self.exit_code
+        return code is not None and code < 0 and -code != signal.SIGTERM
+
+    def cause(self, status: int) -> str:
+        if self.exit_code is None or self.exit_code >= 0:
+            return f"failed (status {status if self.exit_code is None else self.exit_code})"
+        name = signal.Signals(-self.exit_code).name
+        hint = ", as for want of memory" if name == "SIGKILL" else ""
+        return f"was killed by {name}{hint}"
+
+
+def _first_failed(log: str) -> _Failed:
+    """By the report of torchrun: a rank that was killed, else the one that failed first. Ranks
+    that lose a peer fail within the same moment, and may be reported before it."""
+    blocks = re.findall(
+        r"host\s*:\s*(\S+)\s+.*?rank\s*:\s*(\d+).*?\n.*?exitcode\s*:\s*(-?\d+)", log
+    )
+    if not blocks:
+        return _Failed()
+    all_failed = [_Failed(int(rank), host, int(code)) for host, rank, code in blocks]
+    root = re.search(r"Root Cause.*?rank\s*:\s*(\d+)", log, re.DOTALL)
+    first = next((f for f in all_failed if root and f.rank == int(root[1])), all_failed[0])
+    return next((f for f in all_failed if f.killed), first)
 
 
 def _known(status: int, message: str) -> AdaptError:
@@ -204,9 +240,3 @@ def _known(status: int, message: str) -> AdaptError:
             Exception.__init__(error, message)
             return error
     return AdaptError(message)
-
-
-def _first_failed(agent_log: Path) -> int:
-    text = agent_log.read_text(encoding="utf-8", errors="replace")
-    match = re.search(r"Root Cause.*?rank\s*:\s*(\d+)", text, re.DOTALL)
-    return int(match[1]) if match else 0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.checks import check, distance, logits_of
-from runtime.data import Batch
+from runtime.packing import Batch
 from runtime.schema import Check
 
 if TYPE_CHECKING:

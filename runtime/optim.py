@@ -16,32 +16,42 @@ if TYPE_CHECKING:
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: Optimizer) -> torch.optim.AdamW:
-    """AdamW with one parameter group a mesh, so that no fused call mixes meshes."""
-    groups: dict[object, list[nn.Parameter]] = {}
+    """AdamW with one parameter group a mesh, so that no fused call mixes meshes, and with groups of
+    their own for vectors, which do not decay."""
+    groups: dict[tuple[object, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
-        groups.setdefault(_layout(parameter), []).append(parameter)
+        groups.setdefault((_layout(parameter), parameter.ndim > 1), []).append(parameter)
     return torch.optim.AdamW(
-        [{"params": group} for group in groups.values()],
+        [
+            {"params": group, "weight_decay": config.weight_decay if decays else 0.0}
+            for (_, decays), group in groups.items()
+        ],
         lr=config.learning_rate,
         betas=config.betas,
         eps=config.epsilon,
-        weight_decay=config.weight_decay,
         foreach=True,
     )
 
 
 def learning_rate(config: Optimizer, step: int, steps: int) -> float:
-    """Of step `step` (from 0) of `steps`: linear warm-up, then a half cosine down to a tenth."""
+    """Of step `step` (from 0) of `steps`: linear warm-up, then `lr_scheduler_type` down to
+    `min_lr_rate` of the whole rate."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     span = max(1, steps - config.warmup_steps)
     done = min(1.0, (step - config.warmup_steps) / span)
-    return config.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
+    left = {
+        "constant": 1.0,
+        "linear": 1 - done,
+        "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+    }[config.lr_scheduler_type]
+    return config.learning_rate * (config.min_lr_rate + (1 - config.min_lr_rate) * left)
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
-    """Scales gradients so that their global L2 norm is at most `max_norm`; returns the norm before.
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Scales gradients so that their global L2 norm is at most `max_norm`; returns the norm before,
+    on the device: nothing is waited for.
 
     Squares are summed by (mesh, placements) and reduced over the mesh axes that shard, so shards
     count once and replicas are not counted twice. Every rank joins every reduction, with or without
@@ -50,7 +60,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault(_layout(parameter), []).append(parameter)
-    total = 0.0
+    total = torch.zeros(())
     gradients: list[Tensor] = []
     for members in groups.values():
         shards = [_local(p.grad) for p in members if p.grad is not None]
@@ -63,10 +73,10 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float
             for axis, placement in enumerate(members[0].placements):
                 if not isinstance(placement, Replicate):
                     dist.all_reduce(square, group=mesh.get_group(axis))
-        total = total + square
-    norm = float(torch.as_tensor(total).sqrt())
-    if norm > max_norm and gradients:
-        torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
+        total = total.to(square.device) + square
+    norm = total.sqrt()
+    if gradients:
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 

@@ -1,4 +1,5 @@
-"""ValidationReport (`validation.json`) and one line of `train/metrics.jsonl`."""
+"""ValidationReport (`validation.json`), and one line of `train/metrics.jsonl` and of
+`train/evaluation.jsonl`."""
 
 from __future__ import annotations
 
@@ -42,7 +43,27 @@ class StepMetrics:
     """Tokens with a label, over all ranks."""
     step_seconds: float
     tokens_per_second_per_device: float
-    """All positions of the sequences, padding too, as a plan counts them."""
+    """All positions of the batch, padding too, as a plan counts them."""
     peak_memory_gib: float
+    """Allocated, so far; of the whole process on a CPU."""
     tokens_per_expert: list[list[int]]
     """One row a layer with experts, summed over ranks."""
+    mfu: float | None = None
+    """Model FLOPs by the analysis, without recomputation, over what the devices can do by their
+    backend; None where the devices are not those of the plan."""
+    padding: float = 0.0
+    """Share of the positions that hold no token."""
+    peak_reserved_gib: float | None = None
+    """By the allocator, so far; None on a CPU."""
+
+
+@document
+class Evaluated:
+    """Of examples that are not learned from."""
+
+    step: int
+    """Steps that were done."""
+    loss: float
+    """Mean over their tokens that carry a label."""
+    perplexity: float
+    tokens: int

@@ -19,9 +19,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from analyzers.errors import InputError
 from analyzers.models import float32_names, is_named
-from runtime.adapters import layers_name
-from runtime.dispatch import AllGather, AllToAll
+from analyzers.structure import decoder_layers
 from runtime.experts import experts_of, use_own_experts
+from runtime.experts.capacity import Limiter, limit_experts
+from runtime.experts.copies import Copies
+from runtime.experts.dispatch import AllGather, AllToAll, Dispatcher, Hierarchical, Limit, Local
+from runtime.experts.replay import replaying
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,21 +39,19 @@ class Meshes:
     efsdp: DeviceMesh
     """(`efsdp`) or (`dp_replicate`, `efsdp`)."""
     ep: DeviceMesh
+    nodes: DeviceMesh | None = None
+    """`ep` as (`ep_rail`, `ep_node`), nodes times ranks of a node, where dispatch goes by both."""
 
 
-def build_meshes(plan: Plan) -> Meshes:
-    """Raises InputError when the running ranks are not those of the plan, or when the plan uses
-    what this runtime does not have: it would be ignored silently."""
+def check_plan(plan: Plan) -> None:
+    """Raises InputError for what this runtime does not have: it would be ignored silently."""
     p = plan.parallelism
     for axis in ("pp", "tp", "cp"):
         if getattr(p, axis) != 1:
             fault = f"{axis} = {getattr(p, axis)}, but this runtime shards by fsdp and ep only"
             raise InputError("plan.json", field=f"parallelism.{axis}", fault=fault)
-    if plan.capacity.factor is not None:
-        fault = "limits the tokens of an expert, but this runtime drops and reroutes none"
-        raise InputError("plan.json", field="capacity.factor", fault=fault, fix="null")
-    if plan.expert_weight_format in ("mxfp4", "fp8"):
-        fault = f"{plan.expert_weight_format}, but this runtime keeps experts unpacked"
+    if plan.expert_weight_format == "fp8":
+        fault = "fp8, but this runtime keeps experts packed as mxfp4 alone"
         raise InputError("plan.json", field="expert_weight_format", fault=fault, fix="bf16")
     if plan.activation_checkpointing == "selective":
         fault = "selective, but this runtime recomputes whole layers or nothing"
@@ -61,9 +62,6 @@ def build_meshes(plan: Plan) -> Meshes:
     if plan.offload_optimizer:
         fault = "set, but this runtime keeps optimizer states on the device"
         raise InputError("plan.json", field="offload_optimizer", fault=fault, fix="false")
-    if dist.get_world_size() != plan.world_size:
-        fault = f"{plan.world_size}, but {dist.get_world_size()} ranks are running"
-        raise InputError("plan.json", field="world_size", fault=fault)
     if p.efsdp * p.ep != p.fsdp or p.dp_replicate * p.fsdp != plan.world_size:
         raise InputError(
             "plan.json",
@@ -71,12 +69,51 @@ def build_meshes(plan: Plan) -> Meshes:
             fault=f"dp_replicate {p.dp_replicate} x fsdp {p.fsdp} (= efsdp {p.efsdp} x ep {p.ep}) "
             f"does not make {plan.world_size} ranks",
         )
+    if plan.dispatcher == "hierarchical":
+        _check_nodes(plan)
+    if plan.expert_copies and plan.capacity.factor is not None:
+        fault = "set, but this runtime has no limit on experts that are computed in several places"
+        raise InputError("plan.json", field="expert_copies", fault=fault, fix="0")
+    if plan.expert_copies and p.ep == 1:
+        fault = "set, but without expert parallelism there is nothing to even out"
+        raise InputError("plan.json", field="expert_copies", fault=fault, fix="0")
+
+
+def _check_nodes(plan: Plan) -> None:
+    ep, size = plan.parallelism.ep, plan.node_size
+    if size is None:
+        fault = "missing, but hierarchical dispatch goes by nodes"
+        raise InputError("plan.json", field="node_size", fault=fault, fix="devices of a node")
+    if ep <= size or ep % size:
+        fault = f"hierarchical, but ep = {ep} is not several whole nodes of {size} devices"
+        raise InputError("plan.json", field="dispatcher", fault=fault, fix="all_to_all")
+
+
+def build_meshes(plan: Plan) -> Meshes:
+    """Raises InputError when the running ranks are not those of the plan, or when the plan uses
+    what this runtime does not have."""
+    check_plan(plan)
+    p = plan.parallelism
+    if dist.get_world_size() != plan.world_size:
+        fault = f"{plan.world_size}, but {dist.get_world_size()} ranks are running"
+        raise InputError("plan.json", field="world_size", fault=fault)
     world = init_device_mesh(device_type(), (plan.world_size,), mesh_dim_names=("world",))
     dense = world._unflatten(0, (p.dp_replicate, p.fsdp), ("dp_replicate", "fsdp"))
     sparse = world._unflatten(0, (p.dp_replicate, p.efsdp, p.ep), ("dp_replicate", "efsdp", "ep"))
-    if p.dp_replicate == 1:
-        return Meshes(dense["fsdp"], sparse["efsdp"], sparse["ep"])
-    return Meshes(dense["dp_replicate", "fsdp"], sparse["dp_replicate", "efsdp"], sparse["ep"])
+    replicated = ("dp_replicate",) if p.dp_replicate > 1 else ()
+    return Meshes(
+        dense[(*replicated, "fsdp")],
+        sparse[(*replicated, "efsdp")],
+        sparse["ep"],
+        _nodes(world, plan) if plan.dispatcher == "hierarchical" else None,
+    )
+
+
+def _nodes(world: DeviceMesh, plan: Plan) -> DeviceMesh:
+    p, size = plan.parallelism, plan.node_size
+    assert size is not None, "checked by check_plan"
+    shape = (plan.world_size // p.ep, p.ep // size, size)
+    return world._unflatten(0, shape, ("ep_groups", "ep_rail", "ep_node"))["ep_rail", "ep_node"]
 
 
 def device_type() -> str:
@@ -94,21 +131,26 @@ def parallelize(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
     meshes = build_meshes(plan)
     keep_float32(model)
     use_own_experts(model)
+    limiters = limit_experts(model, plan) if plan.capacity.factor is not None else {}
     if plan.parallelism.ep > 1 and not experts_of(model):
         fault = f"{type(model).__name__} has no experts that run through transformers' registry"
         raise InputError("plan.json", field="parallelism.ep", fault=fault, fix="plan with ep = 1")
     own_groups: set[nn.Parameter] = set()
     if plan.activation_checkpointing == "full":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        kwargs = {"use_reentrant": False, "context_fn": replaying}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
     for name, experts in experts_of(model).items():
         if plan.parallelism.ep > 1:
-            _own_experts(name, experts, meshes.ep, plan.dispatcher)
+            _own_experts(name, experts, meshes.ep)
+        experts.dispatcher = _dispatcher(plan, meshes, limiters.get(name))
+        if plan.expert_copies:
+            experts.copies = Copies(experts, meshes.ep.get_group(), meshes.fsdp.get_group("fsdp"))
         if meshes.efsdp.size() > 1:
             _shard(experts, meshes.efsdp, plan.reshard_after_forward)
         elif plan.parallelism.ep > 1:
             # Nothing left to gather: the experts stay out of FSDP, as DTensors on `ep` alone.
             own_groups |= set(experts.parameters(recurse=False))
-    for layer in model.get_submodule(layers_name(model)).children():
+    for layer in decoder_layers(model)[1]:
         _shard(layer, meshes.fsdp, plan.reshard_after_forward, own_groups)
     _shard(model, meshes.fsdp, False, own_groups)
     for module in model.modules():
@@ -121,7 +163,7 @@ def parallelize(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
     return model
 
 
-def _own_experts(name: str, experts: Any, mesh: DeviceMesh, dispatcher: str) -> None:
+def _own_experts(name: str, experts: Any, mesh: DeviceMesh) -> None:
     """Gives this rank its range of experts: every stacked parameter becomes `Shard(0)` on `ep`."""
     count, ranks = experts.num_experts, mesh.size()
     if count % ranks:
@@ -135,11 +177,23 @@ def _own_experts(name: str, experts: Any, mesh: DeviceMesh, dispatcher: str) -> 
         sharded = DTensor.from_local(owned, mesh, [Shard(0)], run_check=False)
         made = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
         experts.register_parameter(key, made)
-    kinds = {"all_to_all": AllToAll, "all_gather": AllGather}
-    if dispatcher not in kinds:
-        fault = f"'{dispatcher}' cannot serve ep = {ranks}"
-        raise InputError("plan.json", field="dispatcher", fault=fault)
-    experts.dispatcher = kinds[dispatcher](mesh.get_group())
+
+
+def _dispatcher(plan: Plan, meshes: Meshes, limiter: Limiter | None) -> Dispatcher:
+    limit = None
+    if limiter is not None:
+        limit = Limit(plan.micro_batch_size * plan.sequence_length, limiter.capacity)
+    if plan.parallelism.ep == 1:
+        return Local(limit)
+    if meshes.nodes is not None:
+        rail, node = (meshes.nodes.get_group(axis) for axis in ("ep_rail", "ep_node"))
+        return Hierarchical(rail, node, limit)
+    if plan.dispatcher == "all_gather":
+        return AllGather(meshes.ep.get_group(), limit)
+    if plan.dispatcher == "all_to_all":
+        return AllToAll(meshes.ep.get_group(), limit)
+    fault = f"'{plan.dispatcher}' cannot serve ep = {plan.parallelism.ep}"
+    raise InputError("plan.json", field="dispatcher", fault=fault)
 
 
 def _shard(

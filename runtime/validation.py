@@ -11,19 +11,22 @@ import torch
 import torch.distributed as dist
 
 from analyzers.documents import write_document
+from analyzers.models import load_config, model_class
 from runtime import checks
 from runtime.adapters import adapter_parameters
 from runtime.build import Documents, build_dataset, build_model, dtype_of, say
 from runtime.checkpoints import load_checkpoint, save_checkpoint
 from runtime.checks import FLOAT32_TOLERANCE, Worst, check, distance
-from runtime.data import Batch, Dataset, Example, micro_batches
 from runtime.operators import operators_vs_reference
 from runtime.optim import build_optimizer, clip_gradients
+from runtime.packing import Batch, Dataset, Row, micro_batches
 from runtime.peft_format import save_adapter
 from runtime.schema import Check, ValidationReport
 from runtime.shards import whole
 from runtime.step import StepResult, forward_backward
+from runtime.tokens import Example
 from runtime.weights import Reader, digest, stored_digest
+from strategies.schema import Capacity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,7 +56,7 @@ class Proof:
     def rank(self) -> int:
         return dist.get_rank()
 
-    def examples(self, step: int) -> list[Example]:
+    def examples(self, step: int) -> list[Row]:
         return self.dataset.batch(step, self.documents.global_batch_size, self.documents.job.seed)
 
     def batches(self, step: int, rank: int) -> list[Batch]:
@@ -120,8 +123,22 @@ def _shortened(documents: Documents) -> tuple[Documents, list[str]]:
         changed.append(f"gradient accumulation: {accumulation} instead of {wanted}")
     if plan.compute_dtype != "float32":
         changed.append(f"dtype: proved in float32, trained in {plan.compute_dtype}")
-    plan = replace(plan, micro_batch_size=micro, gradient_accumulation=accumulation)
-    return replace(documents, plan=plan), changed
+    if plan.capacity.factor is not None:
+        # It makes a token depend on those beside it, so no two arrangements agree.
+        changed.append(f"capacity: no limit on experts instead of {plan.capacity.factor:g}")
+    if plan.expert_copies:
+        changed.append("copies of experts: none is placed in so few steps")
+    lora = documents.job.lora
+    if lora.dropout:
+        changed.append(f"dropout: proved without, trained with {lora.dropout}")
+    plan = replace(
+        plan,
+        micro_batch_size=micro,
+        gradient_accumulation=accumulation,
+        capacity=Capacity(),
+    )
+    job = replace(documents.job, lora=replace(lora, dropout=0.0))
+    return replace(documents, job=job, plan=plan), changed
 
 
 def _dataset(documents: Documents) -> tuple[Dataset, int]:
@@ -176,14 +193,9 @@ def _weights(proof: Proof, fits: bool) -> PreTrainedModel | None:
         source = "the checkpoint converted in one process, tensor by tensor"
         proof.checks.append(checks.weights_equal(sharded, expected, source))
         return None
-    from transformers import AutoModelForCausalLM
-
-    stock: Any = AutoModelForCausalLM.from_pretrained(
-        job.model,
-        dtype=FLOAT32,
-        local_files_only=True,
-        trust_remote_code=job.trust_remote_code,
-    )
+    config = load_config(job.model, trust_remote_code=job.trust_remote_code)
+    cls: Any = model_class(config)
+    stock = cls.from_pretrained(job.model, dtype=FLOAT32, local_files_only=True)
     stock = stock.to(proof.device)
     source = "transformers' from_pretrained"
     proof.checks.append(checks.weights_equal(sharded, digest(stock), source))
@@ -212,7 +224,7 @@ def _ep_invariance(proof: Proof) -> Any:
         result = proof.step(step)
         expected = proof.reference_step(step)
         full = {n: whole(p.grad) for n, p in adapters.items() if p.grad is not None}
-        norm = clip_gradients(adapters.values(), float("inf"))
+        norm = float(clip_gradients(adapters.values(), float("inf")))
         # Clip at half of the first norm, so that clipping is always part of what is proved.
         if step == 0:
             limit = norm / 2
@@ -226,7 +238,7 @@ def _ep_invariance(proof: Proof) -> Any:
                 if twin.grad is not None and not missing:
                     apart = distance(full[name], twin.grad.cpu())
                 gradients.add(f"{name} in step {step + 1}", apart)
-            twin_norm = clip_gradients(twins.values(), float("inf"))
+            twin_norm = float(clip_gradients(twins.values(), float("inf")))
             norms.add(f"step {step + 1}", abs(norm - twin_norm) / twin_norm)
             for name, gradient in full.items():
                 twins[name].grad = gradient.to(proof.device)

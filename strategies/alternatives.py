@@ -14,7 +14,7 @@ from strategies.pricing import GIB, oom_probability, plan_fields
 from strategies.problem import Problem
 from strategies.schema import Alternative, Cell, Predicted
 from strategies.solver import QUANTILE, Points
-from strategies.space import FEATURES, features_of
+from strategies.space import FEATURES, RUN, features_of
 
 MAX_ALTERNATIVES = 6
 """Of those that can be run."""
@@ -26,7 +26,12 @@ SHOWN = ("parallelism", "micro_batch_size", "activation_checkpointing")
 
 def missing(problem: Problem, c: Candidates) -> list[str]:
     """What the runtime lacks to run one row."""
-    found = [FEATURES[name] for name, rows in features_of(c).items() if rows[0]]
+    used = [name for name, rows in features_of(c).items() if rows[0]]
+    found = [FEATURES[name] for name in used if name not in RUN]
+    if {"capacity", "copies"} <= set(used):
+        found.append("a limit on experts that have copies")
+    if "hierarchical" in used and c.ep[0] % problem.cluster.devices_per_node:
+        found.append("hierarchical dispatch over parts of nodes")
     return found + (["full fine-tuning"] if problem.job.training == "full" else [])
 
 

@@ -27,8 +27,8 @@ def explain(
     *,
     allow_idle: bool,
 ) -> list[str]:
-    """Why this plan; `gains` by the feature that the runtime lacks. With `allow_idle` fewer devices
-    were tried."""
+    """Why this plan; `gains` by the feature that is used only where allowed. With `allow_idle`
+    fewer devices were tried."""
     assert plan.searched
     predicted, p = plan.predicted, plan.parallelism
     step, held, seconds = predicted.step, predicted.memory_gib, predicted.step_seconds
@@ -64,13 +64,13 @@ def explain(
         said.append(_ep_by_tokens(plan.ep_curve, best))
     if gains:
         listed = "; ".join(a.why for a in gains.values())
-        said.append(f"Priced, but the runtime cannot run it yet: {listed}.")
+        said.append(f"Priced, and used only with --allow: {listed}.")
     tried = [f for f in problem.features if f not in problem.allow]
     vain = [FEATURES[f] for f in tried if f not in gains]
     beyond = plan.searched_beyond
     if beyond:
         said.append(
-            f"With all that the runtime lacks there are {beyond.plans:,} plans; {beyond.priced:,} "
+            f"With all of these there are {beyond.plans:,} plans; {beyond.priced:,} "
             f"were priced, {beyond.too_large:,} cannot fit and {beyond.too_slow:,} cannot be "
             "faster, by proven bounds."
         )

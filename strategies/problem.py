@@ -87,6 +87,10 @@ def make_problem(
     _check_adapters(work, job)
     model = model_of(analysis)
     _check_fixed(model, cluster, fixed, allow)
+    for target, rank in job.lora.ranks.items():
+        if target not in job.lora.targets or not 1 <= rank <= MOST_RANK:
+            fault = f"{rank}: 1 to {MOST_RANK:,}, of a target of lora.targets"
+            raise InputError("job", field=f"lora.ranks.{target}", fault=fault)
     longest = analysis.max_sequence_length
     return Problem(model, cluster, job, work, fixed, frozenset(allow), longest, constants, pace)
 
@@ -102,6 +106,10 @@ def _check_job(analysis: ModelAnalysis, job: Job) -> None:
     if not 1 <= job.lora.rank <= MOST_RANK:
         fault = f"must be 1 to {MOST_RANK:,}, found {job.lora.rank}"
         raise InputError("job", field="lora.rank", fault=fault, fix="--lora-rank N")
+    for target, rank in job.lora.ranks.items():
+        if target not in job.lora.targets or not 1 <= rank <= MOST_RANK:
+            fault = f"{rank}: 1 to {MOST_RANK:,}, of a target of lora.targets"
+            raise InputError("job", field=f"lora.ranks.{target}", fault=fault)
     longest = analysis.max_sequence_length
     if not 1 <= job.sequence_length <= (longest or LONGEST):
         fault = f"{job.sequence_length} tokens; the model takes 1 to {longest or LONGEST}"

@@ -12,21 +12,59 @@ LoraTarget = Literal["attention", "routed_experts", "shared_experts", "dense", "
 
 @document
 class Lora:
+    """Everything else is frozen; the router and its correction bias always are, in float32."""
+
     rank: int = 8
     alpha: float = 16.0
     targets: list[LoraTarget] = field(default_factory=lambda: ["attention", "routed_experts"])
+    ranks: dict[LoraTarget, int] = field(default_factory=dict)
+    """Ranks of targets that differ from `rank`."""
+    rslora: bool = False
+    """The delta is scaled by alpha / sqrt(rank) instead of alpha / rank (arXiv:2312.03732)."""
+    dropout: float = 0.0
+    """Of the adapters' inputs, while training."""
+    shared_a: bool = False
+    """All routed experts of a layer share the factor A; each keeps its own B."""
+    init_from: str | None = None
+    """Absolute path of an adapter in PEFT's format to continue from, instead of a delta of zero."""
+
+    def rank_of(self, target: LoraTarget) -> int:
+        return self.ranks.get(target, self.rank)
+
+    def scale_of(self, target: LoraTarget) -> float:
+        """What the product of the factors is multiplied by."""
+        rank = self.rank_of(target)
+        return self.alpha / (rank**0.5 if self.rslora else rank)
 
 
 @document
 class Optimizer:
-    """AdamW."""
+    """AdamW, and the schedule of its learning rate."""
 
     learning_rate: float = 2e-3
+    """At the end of the warm-up."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "cosine"
+    """How the rate falls from the end of the warm-up to the last step."""
+    min_lr_rate: float = 0.1
+    """Share of the rate that is left at the last step; `constant` keeps all of it."""
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
+    """Of matrices; vectors do not decay."""
     epsilon: float = 1e-8
     warmup_steps: int = 5
     max_grad_norm: float = 1.0
+
+
+@document
+class Evaluation:
+    """Examples that are not learned from; their loss is measured before, during and after."""
+
+    data: str | None = None
+    """Absolute path of a JSONL file with examples of its own."""
+    fraction: float = 0.0
+    """Share of the job's data that is set apart instead."""
+    every: int | None = None
+    """Steps between two evaluations; None evaluates before the first step and after the last."""
 
 
 @document
@@ -54,6 +92,11 @@ class Job:
     """Name of the backend that kernels are made for."""
     data: str | None = None
     """Absolute path of a JSONL file; None plans and proves without training."""
+    packing: bool = True
+    """Whether several examples share a sequence, where the model can keep them apart."""
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    tensorboard: bool = False
+    """Whether the metrics are written for TensorBoard too, which must be installed."""
     lora: Lora = field(default_factory=Lora)
     optimizer: Optimizer = field(default_factory=Optimizer)
     steps: int = 60
@@ -96,7 +139,8 @@ class Mapping:
 
 @document
 class Capacity:
-    """Limit on the tokens of an expert; `factor` None is drop-free."""
+    """Limit on the tokens that an expert takes of each rank, as a multiple of an even share of a
+    full micro-batch; `factor` None is drop-free."""
 
     factor: float | None = None
     overflow: Literal["none", "drop", "reroute"] = "none"
@@ -295,6 +339,8 @@ class Plan:
     """None for a model without experts."""
     compute_dtype: Literal["bfloat16", "float32"]
     dispatcher: Literal["none", "all_to_all", "hierarchical", "all_gather"]
+    node_size: int | None = None
+    """Neighbouring ranks that hierarchical dispatch takes for one node."""
     capacity: Capacity = field(default_factory=Capacity)
     expert_copies: int = 0
     """Slots of each expert-parallel rank for copies of the most loaded experts."""

@@ -85,6 +85,7 @@ def search(
         runnable=not lacks,
         missing=lacks,
         idle_devices=cluster.world_size - used.world_size,
+        node_size=used.devices_per_node,
         **plan_fields(best.plans, used.device.training_dtype, experts=problem.model.experts),
     )
     return replace(
@@ -135,7 +136,7 @@ def _searched(found: Solution) -> Searched:
 
 
 def _gains(problem: Problem, best: Points) -> tuple[dict[str, Alternative], Searched | None]:
-    """What each feature that the runtime lacks would gain, by its name, and `all` of them together,
+    """What each feature that is not allowed would gain, by its name, and `all` of them together,
     and how the space with all of them was searched.
 
     Packed experts are told even where they gain nothing: they decide how much memory is left.

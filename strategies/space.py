@@ -44,7 +44,10 @@ FEATURES: Mapping[str, str] = {
     "packed_experts": "experts held packed",
     "offload": "optimizer states in host memory",
 }
-"""What is priced though the runtime cannot run it yet, in words."""
+"""What is priced, and used where it is allowed, in words."""
+RUN = frozenset({"hierarchical", "capacity", "copies"})
+"""What of these the runtime runs: two change where tokens are computed, capacity also by which
+experts, so none is used unasked."""
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 """Tried where the global batch does not decide."""

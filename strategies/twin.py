@@ -60,6 +60,8 @@ def twin(plan: Plan, analysis: ModelAnalysis, world_size: int, backend: Backend)
         sequence_length=min(plan.sequence_length, longest),
         gradient_accumulation=min(plan.gradient_accumulation, MAX_ACCUMULATION),
         dispatcher=plan.dispatcher if parallelism.ep > 1 else "none",
+        node_size=_node_size(plan, parallelism.ep),
+        expert_copies=plan.expert_copies if parallelism.ep > 1 else 0,
         compute_dtype=backend.training_dtype,
         expert_weight_format=_expert_format(plan, backend),
     )
@@ -103,6 +105,15 @@ def _parallelism(p: Parallelism, analysis: ModelAnalysis, world_size: int) -> Pa
         possible = both or possible
     ep = max(possible)
     return Parallelism(fsdp=world_size, ep=ep, efsdp=world_size // ep)
+
+
+def _node_size(plan: Plan, ep: int) -> int | None:
+    """The plan's, where several nodes are left; otherwise two halves of the ranks stand for nodes,
+    or each rank does, so that the same exchange is proved."""
+    size = plan.node_size
+    if plan.dispatcher != "hierarchical" or size is None or (ep > size and not ep % size):
+        return size
+    return 1 if ep % 2 else ep // 2
 
 
 def _expert_format(plan: Plan, backend: Backend) -> str | None:

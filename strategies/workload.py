@@ -114,12 +114,14 @@ class Kind:
     """Elements of keys and values a token that context parallelism passes on; 0 without attention
     over pairs."""
     dense_adapter: int
-    """Parameters of the low-rank factors of linear layers: r * (in + out) each."""
+    """Parameters of the low-rank factors of linear layers, r * (in + out) each, and of those that
+    the experts of a layer share, r * in."""
     expert_adapter: int
-    """Of the experts' factors: count * r * (in + out) for each bank."""
+    """Of the experts' own factors: count * r * (in + out) for each bank."""
     visited_width: int
-    """Sum of in + out over the adapters that one token passes through (top_k experts of a bank);
-    times the rank it is their parameters."""
+    """Sum of in + out over the adapters that one token passes through (top_k experts of a bank)."""
+    visited_adapter: int
+    """Their parameters: the same with each in + out times its rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +132,6 @@ class Workload:
     layers: int
     hidden_size: int
     vocab_size: int
-    lora_rank: int
     calls: int
     """Operator calls of one forward pass."""
     experts: int
@@ -226,7 +227,6 @@ def workload(
         layers=layers,
         hidden_size=analysis.hidden_size,
         vocab_size=analysis.vocab_size,
-        lora_rank=lora.rank if training == "lora" else 0,
         calls=calls,
         experts=experts.count if experts else 0,
         top_k=top_k,
@@ -266,19 +266,25 @@ def _kind(
     precision: Precision,
     fused_experts: bool,
 ) -> Kind:
-    adapted = {PART_OF_TARGET[t] for t in lora.targets} if training == "lora" else set()
-    dense = sum(x.in_features + x.out_features for x in block.linears if x.part in adapted)
-    banks = block.banks if "routed_experts" in adapted else []
-    one_expert = sum(bank.in_features + bank.out_features for bank in banks)
-    all_experts = sum(bank.count * (bank.in_features + bank.out_features) for bank in banks)
+    ranks = {PART_OF_TARGET[t]: lora.rank_of(t) for t in lora.targets}
+    ranks = ranks if training == "lora" else {}
+    linears = [x for x in block.linears if x.part in ranks]
+    banks = block.banks if "routed_experts" in ranks else []
+    rank = ranks.get("routed_experts", 0)
+    dense_adapter = sum(ranks[x.part] * _width(x) for x in linears)
+    visited_adapter = dense_adapter + top_k * rank * sum(_width(bank) for bank in banks)
+    expert_adapter = rank * sum(bank.count * _width(bank) for bank in banks)
+    if lora.shared_a:
+        dense_adapter += rank * sum(bank.in_features for bank in banks)
+        expert_adapter = rank * sum(bank.count * bank.out_features for bank in banks)
     routed = sum(p.parameters for p in block.parts if p.name == "routed_experts")
-    trained = adapted if training == "lora" else {p.name for p in block.parts}
+    trained = set(ranks) if training == "lora" else {p.name for p in block.parts}
     saved = {
         p.name: p.saved_bytes + (p.adapted_saved_bytes if p.name in trained else Work())
         for p in block.parts
     }
-    visited = sum(x.part in adapted for x in block.linears) + top_k * len(banks)
-    ranks = Work(per_token=float(BFLOAT16 * lora.rank * visited))
+    inner = sum(ranks[x.part] for x in linears) + top_k * rank * len(banks)
+    low = Work(per_token=float(BFLOAT16 * inner))
     works = tuple(_part_work(p, block.linears, block.banks, top_k, hidden) for p in block.parts)
     if fused_experts and block.banks:
         visits = next(w.visits for w in works if w.name == "routed_experts")
@@ -302,15 +308,20 @@ def _kind(
         works=works,
         dense_parameters=sum(p.parameters for p in block.parts) - routed,
         routed_parameters=routed,
-        saved_bytes=sum(saved.values(), ranks),
+        saved_bytes=sum(saved.values(), low),
         saved_routed=saved.get("routed_experts", Work()),
         selective_bytes=sum(selective.values(), Work()),
         selective_routed=selective.get("routed_experts", Work()),
         kv_width=heads * head_width if pairs else 0,
-        dense_adapter=lora.rank * dense,
-        expert_adapter=lora.rank * all_experts,
-        visited_width=dense + top_k * one_expert,
+        dense_adapter=dense_adapter,
+        expert_adapter=expert_adapter,
+        visited_width=sum(map(_width, linears)) + top_k * sum(map(_width, banks)),
+        visited_adapter=visited_adapter,
     )
+
+
+def _width(matrix: Linear | ExpertBank) -> int:
+    return matrix.in_features + matrix.out_features
 
 
 def _part_work(

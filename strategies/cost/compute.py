@@ -182,8 +182,8 @@ def block_passes(
         again = again + moved + once / 2
         if part.core.per_pair or part.core.per_window:
             core_seconds = core_seconds + core
-    if work.lora_rank:
-        adapter = _adapters(kind, work, c, known, k)
+    if kind.visited_adapter:
+        adapter = _adapters(kind, c, known, k)
         forward, backward = forward + adapter, backward + 2 * adapter
     stored = expert_bytes(c, known.dtype_bytes)
     packed = stored < known.dtype_bytes
@@ -275,12 +275,12 @@ def _product(
     return once, gradient
 
 
-def _adapters(kind: Kind, work: Workload, c: Candidates, known: Rates, k: Constants) -> Column:
+def _adapters(kind: Kind, c: Candidates, known: Rates, k: Constants) -> Column:
     """Forward seconds of a layer's adapters: `2 * rank * (in + out)` FLOPs a token, and `in + out`
     activations read and written, which bind."""
-    width = c.tokens / c.tp * kind.visited_width
-    arithmetic = 2 * work.lora_rank * width / (known.bf16_matmul * k.matmul_share)
-    memory = known.dtype_bytes * width / (known.bandwidth * k.memory_share)
+    tokens = c.tokens / c.tp
+    arithmetic = 2 * tokens * kind.visited_adapter / (known.bf16_matmul * k.matmul_share)
+    memory = known.dtype_bytes * tokens * kind.visited_width / (known.bandwidth * k.memory_share)
     return np.maximum(arithmetic, memory)
 
 

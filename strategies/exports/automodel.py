@@ -45,10 +45,10 @@ def export(source: Source) -> Export:
         **({"peft": _peft(source)} if source.plan.training == "lora" else {}),
         "optimizer": _optimizer(source),
         "lr_scheduler": {
-            "lr_decay_style": "cosine",
+            "lr_decay_style": source.job.optimizer.lr_scheduler_type,
             "lr_warmup_steps": source.job.optimizer.warmup_steps,
             "lr_decay_steps": source.job.steps,
-            "min_lr": source.job.optimizer.learning_rate / 10,
+            "min_lr": source.job.optimizer.learning_rate * source.job.optimizer.min_lr_rate,
         },
         "clip_grad_norm": {"max_norm": source.job.optimizer.max_grad_norm},
     }

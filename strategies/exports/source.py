@@ -63,6 +63,10 @@ def common_losses(source: Source) -> list[str]:
         lost.append(f"{plan.expert_copies} copies of loaded experts a rank: there are none")
     if plan.offload_optimizer:
         lost.append("optimizer states in host memory: they stay on the device")
+    lora = source.plan.lora
+    own = [n for n in ("ranks", "rslora", "dropout", "shared_a", "init_from") if getattr(lora, n)]
+    if own and source.plan.training == "lora":
+        lost.append(f"of the adapters: {', '.join(own)}")
     return lost
 
 

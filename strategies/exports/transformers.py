@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pprint import pformat
 from textwrap import indent
+from typing import TYPE_CHECKING
 
 from strategies.exports.source import (
     Export,
@@ -13,6 +14,9 @@ from strategies.exports.source import (
     common_losses,
     refuse,
 )
+
+if TYPE_CHECKING:
+    from strategies.schema import Optimizer
 
 NAME = "transformers_plan.py"
 TARGET = "transformers 5.24"
@@ -96,9 +100,17 @@ def _training(source: Source) -> dict[str, object]:
         "weight_decay": optimizer.weight_decay,
         "max_grad_norm": optimizer.max_grad_norm,
         "warmup_steps": optimizer.warmup_steps,
-        "lr_scheduler_type": "cosine_with_min_lr",
-        "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+        **_schedule(optimizer),
     }
+
+
+def _schedule(optimizer: Optimizer) -> dict[str, object]:
+    if optimizer.lr_scheduler_type == "constant":
+        return {"lr_scheduler_type": "constant_with_warmup"}
+    if optimizer.lr_scheduler_type == "linear":
+        return {"lr_scheduler_type": "linear"}
+    kwargs = {"min_lr_rate": optimizer.min_lr_rate}
+    return {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": kwargs}
 
 
 def _lora(source: Source) -> dict[str, object]:
@@ -138,6 +150,10 @@ def _lost(source: Source) -> list[str]:
         lost.append("selective recomputation: whole blocks are recomputed")
     if plan.virtual_stages > 1:
         lost.append(f"{plan.virtual_stages} chunks a pipeline stage: a stage is one run of layers")
+    optimizer = source.job.optimizer
+    if optimizer.lr_scheduler_type == "linear" and optimizer.min_lr_rate:
+        rate = optimizer.min_lr_rate
+        lost.append(f"{rate:g} of the learning rate at the end: its linear schedule falls to zero")
     if not plan.reshard_after_forward:
         lost.append("weights kept whole after forward: experts and layers are resharded")
     if plan.expert_weight_format in ("mxfp4", "fp8"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from analyzers.schema import (
     Work,
 )
 from codegen.schema import Gate, Kernel, KernelSet, OperatorChoice, OperatorMap
-from runtime.schema import Check, StepMetrics, ValidationReport
+from runtime.schema import Check, Evaluated, StepMetrics, ValidationReport
 from strategies.schema import (
     Alternative,
     Job,
@@ -263,6 +264,12 @@ def finished_run(path: Path):
         fill(run)
         lines = [json.dumps(to_data(metrics(step))) for step in range(1, 11)]
         write_text(run / "train/metrics.jsonl", "\n".join(lines) + "\n")
+        evaluated = [
+            Evaluated(step=step, loss=loss, perplexity=math.exp(loss), tokens=77)
+            for step, loss in ((0, 5.5), (3, 2.25))
+        ]
+        lines = [json.dumps(to_data(e)) for e in evaluated]
+        write_text(run / "train/evaluation.jsonl", "\n".join(lines) + "\n")
         yield run
 
 

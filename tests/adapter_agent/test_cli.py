@@ -53,9 +53,9 @@ def adapt(monkeypatch, capfd):
 def refused(adapt, tmp_path):
     """Runs the main job on bad input; returns the one line that it prints."""
 
-    def call(*, model=MODEL, cluster=CLUSTER, data=DATA, run_dir=None):
+    def call(*more, model=MODEL, cluster=CLUSTER, data=DATA, run_dir=None):
         where = run_dir or tmp_path / "run"
-        words = [model, "--cluster", cluster, "--data", data, "--run-dir", where]
+        words = [model, "--cluster", cluster, "--data", data, "--run-dir", where, *more]
         status, out, err = adapt(*words)
         assert status == 2, err
         assert out == ""
@@ -242,6 +242,12 @@ def test_a_bad_line_of_data_is_named_by_number(refused, tmp_path, broken):
     assert "line 3" in refused(data=data)
 
 
+def test_what_is_set_apart_comes_from_one_place(refused):
+    assert "--eval-fraction: is given with --eval-data" in refused(
+        "--eval-data", DATA, "--eval-fraction", "0.1"
+    )
+
+
 def test_no_such_data_file(refused, tmp_path):
     assert "no-data.jsonl" in refused(data=tmp_path / "no-data.jsonl")
 
@@ -350,12 +356,15 @@ def test_a_stage_of_a_folder_that_holds_no_run(adapt, tmp_path, command):
 
 
 @pytest.mark.parametrize("command", [["train"], ["train", "--twin"], ["validate"]], ids=" ".join)
-@pytest.mark.parametrize("what", ["moved", "changed", "data"])
+@pytest.mark.parametrize("what", ["moved", "changed", "data", "held_out"])
 def test_a_stage_whose_model_or_data_is_not_what_it_was(adapt, tmp_path, command, what):
-    model, data, where = copy_of_model(tmp_path), tmp_path / "data.jsonl", tmp_path / "run"
-    shutil.copyfile(DATA, data)
+    model, where = copy_of_model(tmp_path), tmp_path / "run"
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("data", "held_out")}
+    for file in files.values():
+        shutil.copyfile(DATA, file)
+    words = ("--data", files["data"], "--eval-data", files["held_out"])
     status, _, err = adapt(
-        *(model, "--cluster", CLUSTER, "--data", data, "--run-dir", where, "--until", "analyze")
+        *(model, "--cluster", CLUSTER, *words, "--run-dir", where, "--until", "analyze")
     )
     assert status == 0, err
     (where / "kernels").mkdir()
@@ -366,10 +375,10 @@ def test_a_stage_whose_model_or_data_is_not_what_it_was(adapt, tmp_path, command
     elif what == "changed":
         (model / "tokenizer_config.json").write_text("{}")
     else:
-        data.write_text(data.read_text() * 2)
+        files[what].write_text(files[what].read_text() * 2)
     status, out, err = adapt(command[0], where, *command[1:], "--quiet")
     assert (status, out) == (2, ""), err
-    assert str(data if what == "data" else model) in err
+    assert str(files.get(what, model)) in err
     assert len(err.splitlines()) == 1
 
 

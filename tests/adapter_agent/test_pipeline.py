@@ -26,6 +26,7 @@ INPUTS = {
     "model_sha256": "0",
     "backend": "cpu",
     "data_sha256": None,
+    "eval_data_sha256": None,
     "trust_remote_code": False,
 }
 

@@ -43,6 +43,12 @@ def test_the_page_tells_structure_costs_and_regions(finished):
     assert "Graph of <code>kda+moe</code>, 8 layers: 5 calls, 2 regions" in page
 
 
+def test_what_was_set_apart_is_told_before_and_after(finished):
+    before, after = "loss 5.5 → 2.25", "perplexity 245 → 9.49"
+    assert f"{before}, {after} (after step 0 and 3)" in (finished / "report.html").read_text()
+    assert f"On examples set apart: {before}, {after}." in (finished / "report.md").read_text()
+
+
 def test_the_page_asks_nothing_of_a_network(finished, tmp_path):
     alone = write_analysis_page(samples.analysis(), "tiny", tmp_path / "tiny.html")
     for page in ((finished / "report.html").read_text(), alone.read_text()):

@@ -5,15 +5,17 @@
 
 import json
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from runtime import dispatch
 from runtime.__main__ import leave
 from runtime.build import process_group
 from runtime.checks import distance
+from runtime.experts import dispatch
 
 EXPERTS, CHOICES, WIDTH = 8, 4, 6
 
@@ -31,27 +33,28 @@ def routed(rank, skewed, tokens):
 def through(dispatcher, x, index, weights, bank):
     """Expert e multiplies by row e of the bank; output and gradients, the bank's of this rank."""
     x, weights, bank = (t.clone().requires_grad_() for t in (x, weights, bank))
-    x_PD, sent = dispatcher.dispatch(x, index, weights, EXPERTS)
-    scales = [bank[e].expand(n, -1) for e, n in enumerate(sent.pairs.counts)]
-    y = dispatcher.combine(torch.tanh(x_PD) * torch.cat(scales), sent)
+    route = dispatcher.route(index, EXPERTS)
+    x_PD, weights_P = route.dispatch(x, weights)
+    y = route.combine(torch.tanh(x_PD) * bank[route.pairs.expert_P], weights_P)
     (y * torch.arange(1.0, WIDTH + 1)).square().sum().backward()
     return {"y": y.detach(), "x": x.grad, "weights": weights.grad, "bank": bank.grad}
 
 
-def counted(dispatcher, *arguments):
-    """`through`, and the rows of tokens that were sent on the way, forward, by destination."""
-    plain, sent = dispatch._exchange, []
+@contextmanager
+def counting(sent):
+    """Notes the rows of tokens that leave this rank: by group, rank of the group and call."""
+    plain = dispatch.exchange
 
     def exchange(x, receive, send, group):
         if x.shape[1] == WIDTH:
-            sent.append(send)
+            sent.append((dist.get_process_group_ranks(group), send))
         return plain(x, receive, send, group)
 
-    dispatch._exchange = exchange
+    dispatch.exchange = exchange
     try:
-        return through(dispatcher, *arguments), sent
+        yield
     finally:
-        dispatch._exchange = plain
+        dispatch.exchange = plain
 
 
 def case(dispatcher, skewed, tokens):
@@ -60,32 +63,51 @@ def case(dispatcher, skewed, tokens):
     bank = torch.linspace(0.5, 2.0, EXPERTS * WIDTH).view(EXPERTS, WIDTH)
     x, index, weights = routed(rank, skewed, tokens)
     own = bank[rank * share : (rank + 1) * share]
-    found, sent = counted(dispatcher, x, index, weights, own)
+    sent = []
+    with counting(sent):
+        found = through(dispatcher, x, index, weights, own)
     again = through(dispatcher, x, index, weights, own)
     expected = through(dispatch.Local(), x, index, weights, bank)
     dist.all_reduce(expected["bank"])
     expected["bank"] = expected["bank"][rank * share : (rank + 1) * share]
-    pairs = {(t, e // share) for t, row in enumerate(index.tolist()) for e in row}
+    owners = [{e // share for e in row} for row in index.tolist()]
     return {
         "apart": {name: distance(found[name], expected[name]) for name in found},
         "size": {name: float(expected[name].abs().sum()) for name in found},
         "again": all(torch.equal(found[name], again[name]) for name in found),
-        "sent": sent[0] if sent else None,
-        "distinct": [sum(r == to for _, r in pairs) for to in range(ranks)],
+        "sent": sent,
+        "owners": [sorted(o) for o in owners],
         "tokens": tokens,
     }
+
+
+UNEVEN = {
+    "none": lambda rank: 7 * rank,  # rank 0 has no token
+    "one": lambda rank: 1,
+    "single": lambda rank: int(rank == 2),  # one token in all
+    "nobody": lambda rank: 0,
+}
 
 
 def main():
     results = {}
     with process_group():
-        rank, group = dist.get_rank(), dist.group.WORLD
-        kinds = {"all_to_all": dispatch.AllToAll(group), "all_gather": dispatch.AllGather(group)}
-        for name, dispatcher in kinds.items():
-            for skewed in (False, True):
-                results[f"{name}{'-skewed' * skewed}"] = case(dispatcher, skewed, 33)
-        # Rank 0 has no tokens; an all-gather needs as many on every rank.
-        results["all_to_all-uneven"] = case(kinds["all_to_all"], False, 7 * rank)
+        rank, world = dist.get_rank(), dist.group.WORLD
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rail", "node"))
+        rail, node = mesh.get_group("rail"), mesh.get_group("node")
+        # Buffers for 33 tokens, and room for all of them at each expert: nothing is dropped.
+        for limit in (None, dispatch.Limit(33, 33)):
+            kinds = {
+                "all_to_all": dispatch.AllToAll(world, limit),
+                "hierarchical": dispatch.Hierarchical(rail, node, limit),
+                "all_gather": dispatch.AllGather(world, limit),
+            }
+            for name, dispatcher in kinds.items():
+                name += "-limit" * (limit is not None)
+                results[name] = case(dispatcher, False, 33)
+                results[f"{name}-skewed"] = case(dispatcher, True, 33)
+                for how, tokens in UNEVEN.items():
+                    results[f"{name}-{how}"] = case(dispatcher, False, tokens(rank))
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, results)
         if rank == 0:

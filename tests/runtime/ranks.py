@@ -15,11 +15,13 @@ from analyzers.documents import from_data
 from runtime import checks, experts
 from runtime.__main__ import leave
 from runtime.adapters import adapter_parameters
+from runtime.boundaries import packed_form
 from runtime.build import Documents, build_dataset, build_model, process_group
 from runtime.checkpoints import load_checkpoint, save_checkpoint
 from runtime.checks import Worst, distance
-from runtime.data import micro_batches
+from runtime.loss import fuse_head
 from runtime.optim import build_optimizer, clip_gradients
+from runtime.packing import micro_batches
 from runtime.shards import tensor_digest, whole
 from runtime.step import forward_backward
 from runtime.weights import digest
@@ -28,12 +30,13 @@ from strategies.schema import Plan
 STATE = ("exp_avg", "exp_avg_sq")
 
 
-def batches(documents, dataset, pad, rank, *, ranks=None, step=0):
+def batches(documents, dataset, pad, rank, *, ranks=None, step=0, flat=False):
     examples = dataset.batch(step, documents.global_batch_size, documents.job.seed)
     plan = documents.plan
     ranks = ranks or dist.get_world_size()
     length = plan.sequence_length
-    return list(micro_batches(examples, rank, ranks, plan.micro_batch_size, length, pad))
+    micro = plan.micro_batch_size
+    return list(micro_batches(examples, rank, ranks, micro, length, pad, flat=flat))
 
 
 def moved(model):
@@ -75,16 +78,23 @@ def alone(documents, case, everyone, device, dtype):
 def run(documents, case, dataset, pad, device):
     dtype = getattr(torch, documents.plan.compute_dtype)
     model = build_model(documents, device, dtype=dtype)
+    adapters = digest(model, adapters=True)
     moved(model)
     if case.get("fault") == "scaled":
         for module in experts.experts_of(model).values():
             module.register_forward_hook(lambda m, a, out: out * 1.01)
-    mine = batches(documents, dataset, pad, dist.get_rank())
+    flat = False
+    if case.get("packed"):  # with the head in chunks; the reference has all logits at once
+        assert fuse_head(model, device) is None
+        flat = packed_form(model, device) == "flat"
+        assert flat
+        dataset = dataset.packed(documents.plan.sequence_length)
+    mine = batches(documents, dataset, pad, dist.get_rank(), flat=flat)
     with checks.first_experts_only(model) if case.get("skew") else nullcontext():
         result = forward_backward(model, mine, device)
     full = {n: whole(p.grad) for n, p in adapter_parameters(model).items() if p.grad is not None}
-    norm = clip_gradients(adapter_parameters(model).values(), 0.1)
-    clipped = clip_gradients(adapter_parameters(model).values(), float("inf"))
+    norm = float(clip_gradients(adapter_parameters(model).values(), 0.1))
+    clipped = float(clip_gradients(adapter_parameters(model).values(), float("inf")))
     starved = None
     if case.get("skew"):
         starved = checks.zero_token_expert(model, 1.0, None, top_k=4).passed
@@ -94,7 +104,9 @@ def run(documents, case, dataset, pad, device):
     if dist.get_rank() != 0:
         return None
     everyone = [
-        b for r in range(dist.get_world_size()) for b in batches(documents, dataset, pad, r)
+        b
+        for r in range(dist.get_world_size())
+        for b in batches(documents, dataset, pad, r, flat=flat)
     ]
     reference, expected = alone(documents, case, everyone, device, dtype)
     worst = Worst()
@@ -102,6 +114,8 @@ def run(documents, case, dataset, pad, device):
     for name, twin in twins.items():
         worst.add(name, distance(full[name], whole(twin.grad)) if name in full else float("inf"))
     together = joined({n: whole(twins[n].grad) for n in full})
+    first = build_model(documents, device, dtype=dtype, sharded=False)
+    adapters_equal = adapters == digest(first, adapters=True)
     rounding = None
     if dtype != torch.float32:
         exact, _ = alone(documents, case, everyone, device, torch.float32)
@@ -115,9 +129,10 @@ def run(documents, case, dataset, pad, device):
         "rounding": rounding,
         "compared": worst.count,
         "norm": norm,
-        "reference_norm": clip_gradients(twins.values(), float("inf")),
+        "reference_norm": float(clip_gradients(twins.values(), float("inf"))),
         "clipped_norm": clipped,
         "counts_equal": result.tokens_per_expert == expected.tokens_per_expert,
+        "adapters_equal": adapters_equal,
         "weights_equal": weights == digest(reference),
         "starved_zero": starved,
         "plain": plain,

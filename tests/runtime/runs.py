@@ -1,5 +1,6 @@
 """Run directories for the runtime's tests: real documents around very small models."""
 
+import json
 import os
 import subprocess
 import sys
@@ -51,14 +52,13 @@ def plan_for(ranks, *, ep=1, dp_replicate=1, dispatcher="all_to_all", **rest):
 
 
 def job_for(model, **rest):
-    return Job(
-        model=str(model),
-        cluster=str(EXAMPLES / "clusters" / "two-ranks.yaml"),
-        backend="cpu",
-        data=str(EXAMPLES / "data" / "classes-train.jsonl"),
-        sequence_length=64,
-        **rest,
-    )
+    fields = {
+        "cluster": str(EXAMPLES / "clusters" / "two-ranks.yaml"),
+        "backend": "cpu",
+        "data": str(EXAMPLES / "data" / "classes-train.jsonl"),
+        "sequence_length": 64,
+    }
+    return Job(model=str(model), **(fields | rest))
 
 
 def write_run(run_dir, model, plan, analysis, **job):
@@ -105,6 +105,36 @@ def save_small(model_type, folder, **changes):
         if parameter.ndim > 1 and "A_log" not in name:
             torch.nn.init.normal_(parameter, std=0.05)
     model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(example / name, folder / name)
+    return folder
+
+
+def save_qwen(folder, *, experts=0):
+    """A random Qwen3 of two layers, dense or with `experts`, with the example's tokenizer."""
+    import shutil
+
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+    example = EXAMPLES / "models" / "tiny-kimi-linear"
+    shape = {
+        "vocab_size": json.loads((example / "config.json").read_text())["vocab_size"],
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "initializer_range": 0.2,
+    }
+    config = Qwen3Config(**shape)
+    if experts:
+        config = Qwen3MoeConfig(
+            **shape, moe_intermediate_size=16, num_experts=experts, num_experts_per_tok=2
+        )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(example / name, folder / name)
     return folder

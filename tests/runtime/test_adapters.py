@@ -4,8 +4,10 @@ import torch
 from analyzers.errors import InputError
 from analyzers.models import build_on_meta, load_config
 from runtime.adapters import LoraLinear, adapter_parameters, initialise_adapters, insert_adapters
+from runtime.build import Documents, build_model
 from runtime.sharding import keep_float32
 from strategies.schema import Lora
+from tests.runtime.runs import job_for, plan_for
 
 
 def built(folder, analysis, lora=None, device="cpu"):
@@ -68,6 +70,60 @@ def test_experts_start_different_and_the_same_every_time(small_model, small_anal
             assert len({tuple(row.flatten().tolist()) for row in a}) == a.shape[0], name
             bound = a.shape[-1] ** -0.5
             assert bound * 0.8 < float(a.abs().max()) <= bound
+
+
+def test_a_rank_and_a_scale_of_its_own_for_each_part(small_model, small_analysis):
+    lora = Lora(
+        rank=4, alpha=8, rslora=True, targets=["attention", "routed_experts"],
+        ranks={"routed_experts": 2},
+    )  # fmt: skip
+    model = built(small_model, small_analysis, lora, "meta")
+    linear = model.get_submodule("model.layers.0.self_attn.q_proj")
+    experts = model.get_submodule("model.layers.1.mlp.experts")
+    assert (linear.lora_A.shape[0], linear.lora_scale) == (4, 8 / 4**0.5)
+    assert (experts.lora_down_proj_A.shape[1], experts.lora_scale) == (2, 8 / 2**0.5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rank", 0),
+        ("ranks", {"attention": 0}),
+        ("ranks", {"dense": 2}),
+        ("dropout", 1.0),
+        ("shared_a", True),
+    ],
+)
+def test_values_that_no_adapter_can_have_are_refused(small_model, small_analysis, field, value):
+    lora = Lora(targets=["attention"], **{field: value})
+    with pytest.raises(InputError, match=rf"job.json: lora.{field}: "):
+        built(small_model, small_analysis, lora, "meta")
+
+
+def test_dropout_has_the_same_mask_when_a_layer_is_recomputed(small_model, small_analysis):
+    def gradients(dropout, recompute, train=True):
+        lora = Lora(targets=["attention", "routed_experts", "shared_experts"], dropout=dropout)
+        documents = Documents(
+            small_model, job_for(small_model, lora=lora), plan_for(1), small_analysis
+        )
+        model = build_model(documents, torch.device("cpu"), dtype=torch.float32, sharded=False)
+        if recompute:
+            kwargs = {"use_reentrant": False}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+        factors = adapter_parameters(model)
+        for name, factor in factors.items():
+            if name.endswith("_B"):
+                factor.data.fill_(0.01)
+        torch.manual_seed(5)
+        ids = torch.arange(32).view(2, 16) + 5
+        model.train(train)(input_ids=ids, use_cache=False).logits.square().mean().backward()
+        return torch.cat([p.grad.flatten() for p in factors.values()])
+
+    kept = gradients(0.4, recompute=False)
+    assert torch.equal(gradients(0.4, recompute=True), kept)
+    plain = gradients(0.0, recompute=False)
+    assert (kept - plain).norm() > 0.05 * plain.norm()
+    torch.testing.assert_close(gradients(0.4, recompute=False, train=False), plain)
 
 
 def test_a_target_that_names_nothing_is_refused(small_model, small_analysis):

@@ -5,12 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from runtime.dispatch import Local
+from runtime.experts.capacity import Limiter
+from runtime.experts.dispatch import AllGather, AllToAll, Hierarchical, Limit, Local
 from tests.runtime.runs import torchrun
 
-CASES = ["all_to_all", "all_to_all-skewed", "all_to_all-uneven", "all_gather", "all_gather-skewed"]
-ALL_TO_ALL = CASES[:3]
+KINDS = ["all_to_all", "hierarchical", "all_gather"]
+KINDS += [f"{kind}-limit" for kind in KINDS]
+HOW = ["", "-skewed", "-none", "-one", "-single", "-nobody"]
+CASES = [kind + how for kind in KINDS for how in HOW]
 
 
 @pytest.fixture(scope="module")
@@ -21,13 +28,38 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", ALL_TO_ALL)
-def test_a_token_travels_once_to_each_rank_that_has_its_experts(ranks, case):
-    found = [rank[case] for rank in ranks]
-    assert [f["sent"] for f in found] == [f["distinct"] for f in found]
-    assert all(max(f["sent"]) <= f["tokens"] for f in found)
+@pytest.mark.parametrize("how", HOW)
+def test_a_token_travels_once_to_each_rank_that_has_its_experts(ranks, how):
+    for rank in ranks:
+        found = rank[f"all_to_all{how}"]
+        ((_, sent),) = found["sent"][:1]
+        assert sent == [sum(r in owners for owners in found["owners"]) for r in range(4)]
+        assert max(sent) <= found["tokens"]
     # Four choices a token, so there was something to save.
-    assert sum(sum(f["sent"]) for f in found) < 4 * sum(f["tokens"] for f in found)
+    tokens = sum(rank[f"all_to_all{how}"]["tokens"] for rank in ranks)
+    total = sum(sum(rank[f"all_to_all{how}"]["sent"][0][1]) for rank in ranks)
+    assert total < 4 * tokens or not tokens
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("how", HOW)
+def test_a_token_crosses_once_to_each_node_that_has_its_experts(ranks, how):
+    # Ranks 0 and 1 are one node, 2 and 3 the other.
+    for number, rank in enumerate(ranks):
+        found = rank[f"hierarchical{how}"]
+        (rail, across), (node, inside), *back = found["sent"]
+        assert rail == [number % 2, number % 2 + 2]
+        assert node == [number // 2 * 2, number // 2 * 2 + 1]
+        reached = [{r // 2 for r in owners} for owners in found["owners"]]
+        assert across == [sum(n in nodes for nodes in reached) for n in range(2)]
+        # The way back starts inside, with as many rows as came.
+        assert [group for group, _ in back[:2]] == [node, rail]
+        assert back[1][1][number // 2] == across[number // 2]
+        # What crosses never crosses twice: not more than with a plain all-to-all.
+        plain = rank[f"all_to_all{how}"]["sent"][0][1]
+        other = 1 - number // 2
+        assert across[other] <= sum(plain[2 * other : 2 * other + 2])
+        assert inside
 
 
 @pytest.mark.distributed
@@ -37,7 +69,8 @@ def test_output_and_gradients_are_those_of_one_process(ranks, case, what):
     # `weights`: a routing weight is used on another rank, its gradient must come home.
     for rank in ranks:
         assert rank[case]["apart"][what] <= 1e-6
-    assert sum(rank[case]["size"][what] for rank in ranks) > 1
+    if not case.endswith("nobody"):
+        assert sum(rank[case]["size"][what] for rank in ranks) > 0.1
 
 
 @pytest.mark.distributed
@@ -46,13 +79,17 @@ def test_the_same_call_gives_the_same_bits(ranks, case):
     assert all(rank[case]["again"] for rank in ranks)
 
 
-def test_local_is_the_plain_sum_over_choices():
+@pytest.mark.parametrize("dispatcher", [Local(), Local(Limit(9, 9))], ids=["plain", "limit"])
+def test_local_is_the_plain_sum_over_choices(dispatcher):
     torch.manual_seed(0)
-    x, bank = torch.randn(9, 5, requires_grad=True), torch.randn(6, 5)
+    x, bank = torch.randn(9, 5, requires_grad=True), torch.randn(7, 5)
     index, weights = torch.rand(9, 6).topk(3).indices, torch.rand(9, 3, requires_grad=True)
-    x_PD, sent = Local().dispatch(x, index, weights, 6)
-    scales = torch.cat([bank[e].expand(n, -1) for e, n in enumerate(sent.pairs.counts)])
-    y = Local().combine(x_PD * scales, sent)
+    if dispatcher.limit:
+        index[4, 1] = 6  # no expert: computed by none
+    route = dispatcher.route(index, 6)
+    x_PD, weights_P = route.dispatch(x, weights)
+    y = route.combine(x_PD * bank[route.pairs.expert_P], weights_P)
+    bank[6] = 0
     plain = torch.einsum("td,tkd,tk->td", x, bank[index], weights)
     torch.testing.assert_close(y, plain)
     grad = torch.randn(9, 5)
@@ -68,7 +105,60 @@ def test_sums_are_float32_whatever_the_tokens_are():
     # 257 is no bfloat16; adding 1 to 256 in bfloat16 gives 256.
     x = torch.ones(1, 2, dtype=torch.bfloat16)
     index, weights = torch.tensor([[0, 1]]), torch.tensor([[256.0, 1.0]])
-    x_PD, sent = Local().dispatch(x, index, weights, 2)
-    y = Local().combine(x_PD, sent)
+    route = Local().route(index, 2)
+    y = route.combine(*route.dispatch(x, weights))
     assert y.dtype == torch.float32
     assert y.tolist() == [[257.0, 257.0]]
+
+
+def test_more_tokens_than_buffers_are_for_are_refused():
+    with pytest.raises(ValueError, match="3 tokens on a rank whose buffers are for 2"):
+        Local(Limit(2, 2)).route(torch.zeros(3, 1, dtype=torch.long), 2)
+
+
+@pytest.fixture
+def pretended_ranks():
+    """Rank 1 of four that do nothing: the shapes of an exchange without the exchange."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rail", "node"))
+        yield dist.group.WORLD, mesh.get_group("rail"), mesh.get_group("node")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["local", "all_to_all", "hierarchical", "all_gather"])
+def test_with_a_limit_the_host_waits_for_nothing(pretended_ranks, kind):
+    # Fake tensors have no values: whoever asks for one, or for a size that depends on one, fails.
+    world, rail, node = pretended_ranks
+
+    def step(limit):
+        dispatcher = {
+            "local": lambda: Local(limit),
+            "all_to_all": lambda: AllToAll(world, limit),
+            "hierarchical": lambda: Hierarchical(rail, node, limit),
+            "all_gather": lambda: AllGather(world, limit),
+        }[kind]()
+        x = torch.randn(12, 6, requires_grad=True)
+        weights = torch.rand(12, 4, requires_grad=True)
+        route = dispatcher.route(torch.rand(12, 8).topk(4).indices, 8)
+        x_PD, weights_P = route.dispatch(x, weights)
+        route.combine(
+            torch.tanh(x_PD) * route.pairs.expert_P.unsqueeze(1), weights_P
+        ).sum().backward()
+        return x.grad.shape, weights.grad.shape
+
+    with FakeTensorMode():
+        assert step(Limit(12, 3)) == ((12, 6), (12, 4))
+        if kind != "local":  # which never has to ask
+            with pytest.raises(DataDependentOutputException):
+                step(None)
+
+
+def test_dropping_waits_for_nothing_either():
+    limiter = Limiter("experts", 8, 2, candidates=2, capacity=3, renormalize=True)
+    with FakeTensorMode():
+        weights, index = torch.rand(12, 8, requires_grad=True).topk(2)
+        ids, scaled = limiter(index, weights, torch.ones(12, dtype=torch.bool))
+        scaled.sum().backward()
+        assert ids.shape == scaled.shape == (12, 2)

@@ -6,8 +6,8 @@ from torch import nn
 
 from analyzers.errors import InputError
 from runtime.adapters import banks
-from runtime.expert_lists import stack_expert_lists, under_own_names
 from runtime.experts import experts_of
+from runtime.experts.lists import stack_expert_lists, under_own_names
 
 D, EXPERTS, TOP_K = 16, 6, 2
 

@@ -154,8 +154,8 @@ def test_an_expert_without_tokens_has_a_zero_gradient(pair):
 
 def test_gradients_that_a_grouped_gemm_leaves_unwritten_are_zero(pair, monkeypatch):
     # pytorch#172439: on Blackwell the weight gradients of groups without rows are garbage.
-    from runtime import experts
     from runtime.checks import first_experts_only
+    from runtime.experts import stacked
 
     class Dirty(torch.autograd.Function):
         @staticmethod
@@ -169,9 +169,9 @@ def test_gradients_that_a_grouped_gemm_leaves_unwritten_are_zero(pair, monkeypat
             empty = offsets.diff(prepend=offsets.new_zeros(1)) == 0
             return torch.where(empty.view(-1, 1, 1), float("nan"), grad), None
 
-    plain = experts.F.grouped_mm
+    plain = stacked.F.grouped_mm
     monkeypatch.setattr(
-        experts.F, "grouped_mm", lambda x, w, offs: plain(x, Dirty.apply(w, offs), offs=offs)
+        stacked.F, "grouped_mm", lambda x, w, offs: plain(x, Dirty.apply(w, offs), offs=offs)
     )
     _, own, _, _ = pair
     own.zero_grad()

@@ -4,7 +4,7 @@ import pytest
 
 from analyzers.errors import InputError
 from runtime.sharding import build_meshes
-from strategies.schema import Capacity, Mapping, Parallelism
+from strategies.schema import Mapping, Parallelism
 from tests.runtime.runs import plan_for
 
 
@@ -17,12 +17,22 @@ def test_an_axis_that_the_runtime_lacks_is_refused(axis):
         build_meshes(plan)
 
 
-def test_capacity_and_packed_experts_are_refused():
-    with pytest.raises(InputError, match=r"capacity.factor"):
-        build_meshes(plan_for(2, capacity=Capacity(factor=1.25, overflow="drop")))
-    for packed in ("mxfp4", "fp8"):
-        with pytest.raises(InputError, match=r"expert_weight_format"):
-            build_meshes(plan_for(2, expert_weight_format=packed))
+def test_fp8_experts_are_refused():
+    with pytest.raises(InputError, match=r"expert_weight_format"):
+        build_meshes(plan_for(2, expert_weight_format="fp8"))
+
+
+@pytest.mark.parametrize(
+    ("ep", "size", "fault"),
+    [
+        (8, None, "node_size: missing"),
+        (8, 8, "dispatcher: hierarchical, but ep = 8 is not several whole nodes of 8"),
+        (12, 8, "dispatcher: hierarchical, but ep = 12 is not several whole nodes of 8"),
+    ],
+)
+def test_hierarchical_dispatch_needs_several_whole_nodes(ep, size, fault):
+    with pytest.raises(InputError, match=rf"plan.json: {fault}"):
+        build_meshes(plan_for(ep, ep=ep, dispatcher="hierarchical", node_size=size))
 
 
 @pytest.mark.parametrize(

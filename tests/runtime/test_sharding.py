@@ -1,15 +1,20 @@
 """Every arrangement of four ranks gives the loss, gradients and norm of one process."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 import pytest
+import torch
 
 from analyzers.documents import to_data
+from runtime.adapters import adapter_parameters
+from runtime.build import Documents, build_model
 from runtime.checks import FLOAT32_TOLERANCE
+from runtime.peft_format import save_adapter
 from strategies.schema import Lora, LoraTarget
-from tests.runtime.runs import EXAMPLES, plan_for, save_small, torchrun, write_run
+from tests.runtime.runs import EXAMPLES, plan_for, save_small, torchrun, write_kernels, write_run
 
 CASES = {
     "fsdp4": {"plan": plan_for(4)},
@@ -31,13 +36,41 @@ CASES = {
         "plan": plan_for(4, ep=4, activation_checkpointing="full"),
         "model": "kimi-k3",
     },
+    "kimi-k3-packed-ep2": {
+        "plan": plan_for(4, ep=2, activation_checkpointing="full", expert_weight_format="mxfp4"),
+        "model": "kimi-k3",
+    },
+    # Continues from an adapter; ranks of their own, one factor A for the experts of a layer.
+    "continued-shared-a-ep2": {
+        "plan": plan_for(4, ep=2, activation_checkpointing="full"),
+        "model": "shared-a",
+    },
+    "continued-shared-a-ep4": {"plan": plan_for(4, ep=4), "model": "shared-a"},
     "expert-list-ep2": {"plan": plan_for(4, ep=2), "model": "unseen"},
     "expert-list-ep4-starved": {"plan": plan_for(4, ep=4), "model": "unseen", "skew": True},
+    # Documents packed into rows, which the reference computes from the same rows.
+    "packed-ep2-checkpointing": {
+        "plan": plan_for(4, ep=2, activation_checkpointing="full", gradient_accumulation=2),
+        "model": "packed",
+        "packed": True,
+    },
+    "packed-replicate2-ep2": {
+        "plan": plan_for(4, ep=2, dp_replicate=2),
+        "model": "packed",
+        "packed": True,
+    },
     "fault-scaled": {"plan": plan_for(4, ep=2), "fault": "scaled"},
 }
 SOUND = [name for name in CASES if not name.startswith("fault")]
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+def save_random_adapter(documents, folder):
+    model = build_model(documents, torch.device("cpu"), dtype=torch.float32, sharded=False)
+    for parameter in adapter_parameters(model).values():
+        torch.nn.init.normal_(parameter, std=0.1)
+    save_adapter(model, documents.job, folder)
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +79,18 @@ def results(tmp_path_factory, small_model, small_analysis):
 
     run = tmp_path_factory.mktemp("sharding")
     write_run(run / "kimi-linear", small_model, plan_for(4), small_analysis)
+    write_run(run / "packed", small_model, plan_for(4), small_analysis)
+    write_kernels(run / "packed", small_analysis)
     tied = save_small("qwen3_next", run / "tied-model", tie_word_embeddings=True)
     write_run(run / "tied", tied, plan_for(4), analyze(tied))
     packed = EXAMPLES / "models" / "tiny-kimi-k3"
     everything = Lora(targets=list(get_args(LoraTarget)))
     write_run(run / "kimi-k3", packed, plan_for(4), analyze(packed), lora=everything)
+    shared = Lora(rank=4, ranks={"routed_experts": 3}, rslora=True, shared_a=True)
+    write_run(run / "shared-a", small_model, plan_for(4), small_analysis, lora=shared)
+    continued = replace(shared, init_from=str(run / "shared-a" / "adapter"))
+    save_random_adapter(Documents.read(run / "shared-a"), run / "shared-a" / "adapter")
+    write_run(run / "shared-a", small_model, plan_for(4), small_analysis, lora=continued)
     unseen = EXAMPLES / "models" / "tiny-unseen-moe"
     own_code = analyze(unseen, trust_remote_code=True)
     write_run(run / "unseen", unseen, plan_for(4), own_code, trust_remote_code=True)
@@ -84,6 +124,11 @@ def test_gradient_norm_counts_each_shard_once(results, case):
 def test_each_rank_loads_its_own_rows_of_the_right_weights(results, case):
     # huggingface/transformers#48519: converting after the cut permutes convolution rows silently.
     assert results[case]["weights_equal"]
+
+
+@pytest.mark.parametrize("case", SOUND)
+def test_adapters_start_as_in_one_process(results, case):
+    assert results[case]["adapters_equal"]
 
 
 @pytest.mark.parametrize("case", SOUND)

@@ -17,7 +17,7 @@ import yaml
 from analyzers.errors import InputError
 from strategies import load_cluster
 from strategies.exports import CONFIGS, FORMATS, Source, write_exports
-from strategies.schema import Capacity, Job, Lora, Mapping, Parallelism, Plan
+from strategies.schema import Capacity, Job, Lora, Mapping, Optimizer, Parallelism, Plan
 from tests.strategies.plans import make_plan
 
 CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
@@ -71,7 +71,7 @@ IN_A_PIPELINE = {"virtual_stages"}
 FOUND = {
     "version", "cluster", "predicted", "alternatives", "rejected", "families", "survey", "ep_curve",
     "searched", "explanation", "origins", "backend", "twin", "runnable", "missing", "idle_devices",
-    "routing", "measured", "searched_beyond",
+    "routing", "measured", "searched_beyond", "node_size",
 }  # fmt: skip
 
 
@@ -241,6 +241,35 @@ def test_transformers_loads_a_model_by_its_file_on_the_ranks_of_the_script(tiny,
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert ended.stdout.count("held 8 of 16 moved True") == 2
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+def test_transformers_gets_the_schedule_of_the_runtime(source_of, tmp_path, kind):
+    import torch
+    from transformers import get_scheduler
+
+    from runtime.optim import learning_rate
+
+    source = source_of()
+    left = 0.0 if kind == "linear" else 0.2
+    optimizer = Optimizer(warmup_steps=4, lr_scheduler_type=kind, min_lr_rate=left)
+    source = replace(source, job=replace(source.job, optimizer=optimizer))
+    (written,) = write_exports(source, tmp_path, ["transformers"])
+    asked = runpy.run_path(str(written.paths[0]))["TRAINING"]
+    stepped = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=asked["learning_rate"])
+    schedule = get_scheduler(
+        asked["lr_scheduler_type"],
+        stepped,
+        num_warmup_steps=asked["warmup_steps"],
+        num_training_steps=asked["max_steps"],
+        scheduler_specific_kwargs=asked.get("lr_scheduler_kwargs"),
+    )
+    for step in range(asked["max_steps"]):
+        if step >= 4:  # theirs begins the warm-up with a step at rate zero
+            rate = learning_rate(optimizer, step, asked["max_steps"])
+            assert schedule.get_last_lr()[0] == pytest.approx(rate)
+        stepped.step()
+        schedule.step()
 
 
 @pytest.mark.parametrize(("model_type", "said"), [("qwen3_moe", False), ("kimi_k3", True)])

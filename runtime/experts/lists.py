@@ -21,8 +21,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from analyzers.errors import InputError
-from runtime.dispatch import Dispatcher, Local, Pairs
-from runtime.experts import adapted_linear, recorder
+from runtime.experts.fan import Pairs
+from runtime.experts.stacked import adapted_linear, dispatched
 
 
 class BankLinear(nn.Module):
@@ -71,7 +71,6 @@ class ExpertList(nn.Module):
             form.set_submodule(path, BankLinear(self, bank))
         self.form = form
         self.bank_names = list(self.sources)
-        self.dispatcher: Dispatcher = Local()
         self.computed: Pairs | None = None
         self._recorded: list[tuple[int, Tensor]] | None = None
         self._outputs: Iterator[tuple[int, Tensor]] | None = None
@@ -134,14 +133,15 @@ class ExpertList(nn.Module):
 
     def forward(self, x_RD: Tensor, index_R1: Tensor, weights_R1: Tensor) -> Tensor:
         """Each row through its expert, wherever that lives -> [R, D]."""
-        recorder.add(self, index_R1)
-        x_PD, sent = self.dispatcher.dispatch(x_RD, index_R1, weights_R1, self.num_experts)
-        self.computed = sent.pairs
-        try:
-            y_PD = self.form(x_PD)
-        finally:
-            self.computed = None
-        return self.dispatcher.combine(y_PD, sent).to(x_RD.dtype)
+
+        def compute(x_PD: Tensor, pairs: Pairs) -> Tensor:
+            self.computed = pairs
+            try:
+                return self.form(x_PD)
+            finally:
+                self.computed = None
+
+        return dispatched(self, x_RD, index_R1, weights_R1, compute)
 
 
 def stack_expert_lists(model: nn.Module, count: int) -> list[str]:

@@ -1,0 +1,5 @@
+"""Routed experts: where their tokens go, what is computed there, and how the load is spread."""
+
+from runtime.experts.stacked import Recorder, experts_of, recorder, run_experts, use_own_experts
+
+__all__ = ["Recorder", "experts_of", "recorder", "run_experts", "use_own_experts"]

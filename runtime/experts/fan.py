@@ -1,0 +1,180 @@
+"""Items made of sources: tokens copied to where they are needed, and the sums of what comes back.
+
+Legend of shapes: N sources, I items, D width, R rows that a rank holds, K choices a row, L experts
+of this rank, P (row, choice) pairs that this rank computes.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from runtime.experts.copies import Copies
+
+COLUMNS = 512
+"""Float32 copies are made of so many columns at a time, never of all items at full width."""
+
+
+def tally(ids: Tensor, kinds: int) -> Tensor:
+    """How often each of `0 .. kinds - 1` occurs; other ids are not counted. (`bincount` asks the
+    host for the largest.)"""
+    ids = ids.reshape(-1).long().clamp(max=kinds)
+    return ids.new_zeros(kinds + 1).scatter_add_(0, ids, torch.ones_like(ids))[:kinds]
+
+
+@dataclass(frozen=True)
+class Fan:
+    """Items made of sources, each source any number of times.
+
+    With `padded`, source N stands for nothing: such items are zero and lead nowhere.
+    """
+
+    source: Tensor
+    """Source of each item."""
+    by_source: Tensor
+    """The items in order of their sources."""
+    counts: Tensor
+    """Items of each source; with `padded`, those of nothing come last."""
+    padded: bool = False
+
+    def spread(self, x_ND: Tensor) -> Tensor:
+        """-> [I, D]; gradients are added in float32."""
+        return _Spread.apply(x_ND, self)  # type: ignore
+
+    def collect(self, y_ID: Tensor) -> Tensor:
+        """-> float32 sums [N, D]"""
+        return _Collect.apply(y_ID, None, self)  # type: ignore
+
+    def weighted_sums(self, y_ID: Tensor, weights_I: Tensor) -> Tensor:
+        """-> float32 sums [N, D] of the items times their weights."""
+        return _Collect.apply(y_ID, weights_I, self)  # type: ignore
+
+    def take(self, x_ND: Tensor) -> Tensor:
+        return (F.pad(x_ND, (0, 0, 0, 1)) if self.padded else x_ND)[self.source]
+
+    def sums(self, y_ID: Tensor, weights_I: Tensor | None = None) -> Tensor:
+        """Float32, added in the order of the items, so that the same call gives the same bits."""
+        out = y_ID.new_zeros(self.counts.shape[0], y_ID.shape[1], dtype=torch.float32)
+        if y_ID.numel():
+            order = self.by_source
+            scale = None if weights_I is None else weights_I.float()[order].unsqueeze(1)
+            for part, total in zip(y_ID.split(COLUMNS, 1), out.split(COLUMNS, 1), strict=True):
+                rows = part[order].float()
+                rows = rows if scale is None else rows.mul_(scale)
+                total.copy_(
+                    torch.segment_reduce(rows, "sum", lengths=self.counts, unsafe=True, initial=0)
+                )
+        return out[:-1] if self.padded else out
+
+
+class _Spread(torch.autograd.Function):
+    """Indexing itself adds gradients in the dtype of x, and with more than one thread in no fixed
+    order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fan: Fan) -> Tensor:
+        ctx.fan, ctx.dtype = fan, x.dtype
+        return fan.take(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.fan.sums(grad).to(ctx.dtype), None
+
+
+class _Collect(torch.autograd.Function):
+    """The transpose of `_Spread`, with a weight an item."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weights: Tensor | None, fan: Fan) -> Tensor:
+        ctx.fan, ctx.dtype = fan, y.dtype
+        ctx.save_for_backward(*(() if weights is None else (y, weights)))
+        return fan.sums(y, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        grad_y = ctx.fan.take(grad.to(ctx.dtype))
+        saved = ctx.saved_tensors  # under checkpointing they can be taken once
+        if not saved:
+            return grad_y, None, None
+        y, weights = saved
+        grad_weights = None
+        if ctx.needs_input_grad[1]:
+            grad_weights = grad.new_zeros(weights.shape)
+            for g, part in zip(grad.split(COLUMNS, 1), y.split(COLUMNS, 1), strict=True):
+                grad_weights += (ctx.fan.take(g) * part).sum(1)
+            grad_weights = grad_weights.to(weights.dtype)
+        return grad_y.mul_(weights.unsqueeze(1)), grad_weights, None
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The (row, choice) pairs of this rank in order of its experts."""
+
+    offsets_L: Tensor
+    """int32, cumulative counts; the last one is P."""
+    choice_P: Tensor
+    """Place of each pair's weight among the R * K; beyond them for padding."""
+    fan: Fan
+    """From rows to pairs."""
+    copies: Copies | None = None
+    """Where the weights of these pairs lie, instead of the module's own parameters."""
+
+    @property
+    def size(self) -> int:
+        """P"""
+        return self.choice_P.shape[0]
+
+    @functools.cached_property
+    def counts(self) -> list[int]:
+        """Pairs of each expert, on the host, which waits for them."""
+        return self.offsets_L.diff(prepend=self.offsets_L.new_zeros(1)).tolist()
+
+    @functools.cached_property
+    def expert_P(self) -> Tensor:
+        """This rank's number of each pair's expert."""
+        pairs = torch.arange(self.size, device=self.offsets_L.device, dtype=torch.int32)
+        return torch.searchsorted(self.offsets_L, pairs, right=True)
+
+    @classmethod
+    def of(cls, ids_RK: Tensor, experts: int, size: int, *, padded: bool = False) -> Pairs:
+        """`ids_RK` are local expert ids, `experts` or above for a choice that is not computed here;
+        `size` is the number of the others. With `padded` it is a bound on them, and zero rows for
+        the last expert make up the rest: nothing needs to know how many there are."""
+        rows, choices = ids_RK.shape
+        ids = ids_RK.reshape(-1)
+        # What is not computed here sorts to the end.
+        choice_P = torch.argsort(ids, stable=True)[:size]
+        counts = (ids_RK < experts).sum(1)
+        offsets_L = tally(ids, experts).cumsum(0)
+        if padded:
+            offsets_L[-1:] = size
+            choice_P = torch.where(ids[choice_P] < experts, choice_P, rows * choices)
+            counts = torch.cat([counts, size - counts.sum(0, keepdim=True)])
+        fan = Fan(choice_P // choices, torch.argsort(choice_P, stable=True), counts, padded)
+        return cls(offsets_L.to(torch.int32), choice_P, fan)
+
+    def split(self, own: int, copies: Copies) -> tuple[Pairs, Pairs]:
+        """Those of the first `own` experts, and those of the copies behind them; not to be spread
+        or collected, only computed. The host waits for where they part."""
+        first = sum(self.counts[:own])
+        choices = self.choice_P.split([first, self.size - first])
+        rest_L = self.offsets_L[own:] - first
+        return (
+            Pairs(self.offsets_L[:own], choices[0], self.fan),
+            Pairs(rest_L, choices[1], self.fan, copies),
+        )
+
+    def weights(self, weights_RK: Tensor) -> Tensor:
+        """-> [P]"""
+        flat = weights_RK.reshape(-1)
+        flat = F.pad(flat, (0, 1)) if self.fan.padded else flat
+        return flat.index_select(0, self.choice_P)
