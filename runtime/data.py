@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +18,25 @@ _HALF_PAIR = re.compile("[\ud800-\udfff]")
 FORMS = "'messages', 'prompt' with 'completion', or 'text'"
 
 
-def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """All lines of the file, checked. Raises InputError that names the file and the line."""
-    path = Path(path)
+def read_records(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The lines of the file one after another, checked. Raises InputError that names the file and
+    the line."""
+    path, number = Path(path), 0
     try:
-        raw = path.read_bytes()
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                yield _checked(line.removesuffix(b"\n"), path, number)
     except FileNotFoundError as e:
         raise InputError(path, fault="does not exist", fix="give --data a JSONL file") from e
     except OSError as e:
         raise InputError(path, fault=f"cannot be read: {e.strerror}") from e
-    records = []
-    for number, line in enumerate(raw.removesuffix(b"\n").split(b"\n"), start=1):
-        if not raw:
-            break
-        records.append(_checked(line, path, number))
-    if not records:
+    if number == 0:
         raise InputError(path, fault="is empty", fix="one JSON object a line")
-    return records
 
 
 def check_data(path: str | Path) -> int:
     """Reads and checks the whole file without a tokenizer; returns the number of examples."""
-    return len(read_records(path))
+    return sum(1 for _ in read_records(path))
 
 
 def _checked(line: bytes, path: Path, number: int) -> dict[str, Any]:

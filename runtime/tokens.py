@@ -6,9 +6,9 @@ Legend of shapes: N tokens of all examples, E examples.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,17 +46,21 @@ class Tokens(Sequence[Example]):
     """int64"""
 
     @classmethod
-    def of(cls, examples: Sequence[Example]) -> Tokens:
+    def of(cls, examples: Iterable[Example]) -> Tokens:
         import torch
 
-        def flat(name: str, dtype: torch.dtype) -> Tensor:
-            lists = (getattr(e, name) for e in examples)
-            return torch.tensor(list(itertools.chain.from_iterable(lists)), dtype=dtype)
-
-        length_E = torch.tensor([len(e.input_ids) for e in examples], dtype=torch.int64)
-        learned_N = flat("labels", torch.int32) != IGNORED
-        start_E = length_E.cumsum(0) - length_E
-        return cls(flat("input_ids", torch.int32), learned_N, start_E, length_E)
+        ids, learned, lengths = array("i"), array("b"), []
+        for example in examples:
+            ids.extend(example.input_ids)
+            learned.extend(label != IGNORED for label in example.labels)
+            lengths.append(len(example.input_ids))
+        length_E = torch.tensor(lengths, dtype=torch.int64)
+        if not ids:  # torch maps no empty buffer
+            ids_N, learned_N = torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.bool)
+        else:
+            ids_N = torch.frombuffer(ids, dtype=torch.int32)
+            learned_N = torch.frombuffer(learned, dtype=torch.bool)
+        return cls(ids_N, learned_N, length_E.cumsum(0) - length_E, length_E)
 
     def __len__(self) -> int:
         return len(self.length_E)
@@ -111,7 +115,7 @@ class Tokens(Sequence[Example]):
 
 def tokenise(path: str | Path, tokenizer: Any) -> Tokens:
     """All examples of a JSONL file, whole. Raises InputError for a broken line."""
-    return Tokens.of([Example(*_tokenised(r, tokenizer)) for r in read_records(path)])
+    return Tokens.of(Example(*_tokenised(record, tokenizer)) for record in read_records(path))
 
 
 def tokenise_once(path: str | Path, tokenizer: Any, folder: Path) -> tuple[Tokens, str]:
