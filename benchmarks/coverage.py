@@ -68,8 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"--write-docs wants all architectures; missing: {sorted(missing)}")
         (DOCS / "coverage.json").write_text(document(results, excluded))
         before = (DOCS / "coverage.md").read_text()
-        kept = "\n" + before[before.index(TRAINING) :] if TRAINING in before else ""
-        (DOCS / "coverage.md").write_text(page(results, excluded) + kept)
+        training = "\n" + before[before.index(TRAINING) :] if TRAINING in before else ""
+        (DOCS / "coverage.md").write_text(page(results, excluded) + training)
     levels = Counter(result.level for result in results.values())
     print(f"{len(results)} architectures: {dict(levels)}")
     return int(levels["failed"] > 0)
