@@ -39,6 +39,7 @@ class MetricsLog:
         for name, value in dataclasses.asdict(metrics).items():
             if isinstance(value, int | float) and name != "step":
                 self.events.add_scalar(f"train/{name}", value, metrics.step)
+        self.events.add_scalar("experts/overflow", sum(metrics.overflow), metrics.step)
         for layer, counts in enumerate(metrics.tokens_per_expert):
             fullest = max(counts) * len(counts) / max(1, sum(counts))
             self.events.add_scalar(f"experts/layer_{layer}_max_over_mean", fullest, metrics.step)

@@ -48,6 +48,8 @@ class StepMetrics:
     """Allocated, so far; of the whole process on a CPU."""
     tokens_per_expert: list[list[int]]
     """One row a layer with experts, summed over ranks."""
+    overflow: list[int] = field(default_factory=list)
+    """Choices of its tokens, by layer, that no expert had room for: a token has `top_k`."""
     mfu: float | None = None
     """Model FLOPs by the analysis, without recomputation, over what the devices can do by their
     backend; None where the devices are not those of the plan."""

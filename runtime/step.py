@@ -28,6 +28,7 @@ class StepResult:
     mean: Tensor
     count: Tensor
     counts_LE: Tensor
+    """Of E experts, and in the last column of choices that found no room."""
 
     @property
     def loss(self) -> float:
@@ -42,7 +43,12 @@ class StepResult:
     @property
     def tokens_per_expert(self) -> list[list[int]]:
         """One row a layer with experts."""
-        return self.counts_LE.tolist()
+        return self.counts_LE[:, :-1].tolist()
+
+    @property
+    def overflow(self) -> list[int]:
+        """Choices of a layer with experts that no expert had room for."""
+        return self.counts_LE[:, -1].tolist()
 
 
 def loss_sum(model: Any, batch: Batch, device: torch.device) -> Tensor:
@@ -86,7 +92,7 @@ def forward_backward(
         loss.backward()
         total += loss.detach()
     counts = recorder.take()
-    counts_LE = torch.stack(counts) if counts else torch.zeros(0, 0, dtype=torch.long)
+    counts_LE = torch.stack(counts) if counts else torch.zeros(0, 1, dtype=torch.long)
     if not alone:
         dist.all_reduce(total)
         if counts:

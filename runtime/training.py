@@ -103,6 +103,7 @@ class Training:
             peak_reserved_gib=peak_reserved_gib(self.device),
             padding=1 - held / positions,
             tokens_per_expert=result.tokens_per_expert,
+            overflow=result.overflow,
             mfu=None if self.peak is None else flops / seconds / ranks / self.peak,
         )
 

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from analyzers.errors import InputError
 from runtime.experts.fan import tally
+from runtime.experts.modules import experts_of
 from runtime.experts.replay import TOPK, once
 
 if TYPE_CHECKING:
@@ -159,7 +160,6 @@ def limit_experts(model: Any, plan: Plan) -> dict[str, Limiter]:
     sharding. Raises InputError for a model whose experts cannot be limited."""
     from analyzers.experts import find_moes
     from analyzers.structure import decoder_layers
-    from runtime.experts.stacked import experts_of
 
     limiters: dict[str, Limiter] = {}
     path, layers = decoder_layers(model)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from runtime.experts.dispatch import exchange
+from runtime.experts.modules import experts_of
 from runtime.experts.placement import (
     LANES,
     Forecast,
@@ -25,7 +26,6 @@ from runtime.experts.placement import (
     next_placement,
     owners_only,
 )
-from runtime.experts.stacked import experts_of
 from runtime.shards import local_rows
 
 if TYPE_CHECKING:

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-if TYPE_CHECKING:
-    from runtime.experts.copies import Copies
 
 COLUMNS = 512
 """Float32 copies are made of so many columns at a time, never of all items at full width."""
@@ -115,6 +112,17 @@ class _Collect(torch.autograd.Function):
         return grad_y.mul_(weights.unsqueeze(1)), grad_weights, None
 
 
+class Held(Protocol):
+    """Weights of experts that lie elsewhere than in the module's own parameters."""
+
+    experts: Any
+    """The module."""
+
+    def weight(self, key: str, own: Tensor) -> Tensor:
+        """The rows of its parameter `key` for those experts; `own` are the module's own rows."""
+        ...
+
+
 @dataclass(frozen=True)
 class Pairs:
     """The (row, choice) pairs of this rank in order of its experts."""
@@ -125,7 +133,7 @@ class Pairs:
     """Place of each pair's weight among the R * K; beyond them for padding."""
     fan: Fan
     """From rows to pairs."""
-    copies: Copies | None = None
+    copies: Held | None = None
     """Where the weights of these pairs lie, instead of the module's own parameters."""
 
     @property
@@ -162,7 +170,7 @@ class Pairs:
         fan = Fan(choice_P // choices, torch.argsort(choice_P, stable=True), counts, padded)
         return cls(offsets_L.to(torch.int32), choice_P, fan)
 
-    def split(self, own: int, copies: Copies) -> tuple[Pairs, Pairs]:
+    def split(self, own: int, copies: Held) -> tuple[Pairs, Pairs]:
         """Those of the first `own` experts, and those of the copies behind them; not to be spread
         or collected, only computed. The host waits for where they part."""
         first = sum(self.counts[:own])

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from runtime.experts.capacity import Limiter
 from runtime.experts.dispatch import Local
 from runtime.experts.fan import Pairs, tally
+from runtime.experts.modules import experts_of
 from runtime.experts.replay import once
 
 if TYPE_CHECKING:
@@ -144,15 +145,6 @@ def dispatched(
     return route.combine(y_PD, weights_P).to(x_TD.dtype)
 
 
-def experts_of(model: nn.Module) -> dict[str, Any]:
-    """All modules of stacked experts, by name: those that run through transformers' registry, and
-    lists of experts that were stacked here.
-
-    Typed loosely: what transformers' decorator adds to them is not declared anywhere.
-    """
-    return {n: module for n, module in model.named_modules() if hasattr(module, "is_transposed")}
-
-
 def use_own_experts(model: nn.Module) -> None:
     """Makes every experts module of the model run `run_experts`."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -164,7 +156,8 @@ def use_own_experts(model: nn.Module) -> None:
 
 
 class Recorder:
-    """Tokens per expert of one step, real tokens only: those that were computed.
+    """Tokens per expert of one step, real tokens only: those that were computed, and choices that
+    were not.
 
     Records inside `recording()` alone, so a forward repeated for the backward pass is not counted.
     """
@@ -185,14 +178,15 @@ class Recorder:
     def add(self, module: Any, index_TK: Tensor) -> None:
         if self.valid_T is None:
             return
+        kinds = module.num_experts + 1  # the last: no expert had room
         # Rows of a list of experts do not know their token: padding is counted with the rest.
         if index_TK.shape[0] == self.valid_T.shape[0]:
-            index_TK = torch.where(self.valid_T.unsqueeze(1), index_TK, module.num_experts)
-        counts_E = tally(index_TK, module.num_experts)
-        self.counts[module] = self.counts.get(module, 0) + counts_E
+            index_TK = torch.where(self.valid_T.unsqueeze(1), index_TK, kinds)
+        self.counts[module] = self.counts.get(module, 0) + tally(index_TK, kinds)
 
     def take(self) -> list[Tensor]:
-        """Counts [E] by layer, in order of the forward pass, and starts again."""
+        """Counts [E + 1] by layer, in order of the forward pass, and starts again: tokens of each
+        expert, then choices that found no room."""
         counts, self.counts = list(self.counts.values()), {}
         return counts
 

@@ -217,7 +217,7 @@ def outcome(model):
         result = model(IDS, labels=IDS)
     result.loss.backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return result.logits.detach(), gradients, recorder.take()
+    return result.logits.detach(), gradients, [c[:-1] for c in recorder.take()]
 
 
 @pytest.mark.parametrize("overflow", ["drop", "reroute"])
@@ -250,6 +250,19 @@ def test_an_expert_takes_no_more_than_its_capacity(kind):
     assert max(int(c.max()) for c in [*dropping, *rerouting]) <= capacity
     first = [int(c[0].sum()) for c in (free, dropping, rerouting)]
     assert first[1] < first[2] <= first[0] == 80
+
+
+def test_choices_without_room_are_counted():
+    model = small(next(iter(MODELS)))
+    limited(model, Capacity(factor=1.0, overflow="drop"))
+    recorder.take()
+    valid = torch.ones_like(IDS, dtype=torch.bool)
+    valid[:, 15:] = False  # padding takes no room and is left out of nothing
+    with torch.no_grad(), recorder.recording(valid):
+        model(IDS)
+    counts = recorder.take()
+    assert all(int(c.sum()) == 30 * 2 for c in counts)
+    assert any(int(c[-1]) > 0 for c in counts)
 
 
 def test_experts_of_groups_that_the_router_left_out_get_no_tokens():

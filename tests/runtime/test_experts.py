@@ -193,5 +193,5 @@ def test_padding_is_not_counted_as_load(pair):
         own(IDS)  # outside: a recomputed forward
     counts = recorder.take()
     assert len(counts) == len(experts_of(own))
-    assert all(int(c.sum()) == 30 * 2 for c in counts)
+    assert all(int(c.sum()) == 30 * 2 and int(c[-1]) == 0 for c in counts)
     assert Recorder().take() == []
