@@ -221,9 +221,8 @@ def prepare(documents: Documents, device: torch.device) -> Training:
     total, ranks = sum(p.numel() for p in model.parameters()), dist.get_world_size()
     say(f"{trained:,} trainable of {total:,} parameters on {ranks} ranks")
     if (ep := plan.parallelism.ep) > 1:
-        say(
-            f"experts on {ep} ranks; tokens by {plan.dispatcher}, collectives of {dist.get_backend()}"
-        )
+        how = f"{plan.dispatcher}, collectives of {dist.get_backend()}"
+        say(f"experts on {ep} ranks; tokens by {how}")
     run = Run(
         seed=job.seed,
         global_batch_size=documents.global_batch_size,
