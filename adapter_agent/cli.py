@@ -31,6 +31,7 @@ from adapter_agent.options import (
     RankOpt,
     RunDirArg,
     SequenceOpt,
+    SetOpt,
     TrustOpt,
 )
 from adapter_agent.output import examples as _examples
@@ -159,6 +160,7 @@ def run(
     global_batch_size: BatchOpt = None,
     lora_rank: RankOpt = None,
     fix: FixOpt = None,
+    settings: SetOpt = None,
     review: Annotated[
         Literal["auto", "ask", "require"],
         typer.Option(help="Who approves the generated kernels: nobody, you now, or later."),
@@ -190,6 +192,7 @@ def run(
         global_batch_size=global_batch_size,
         lora_rank=lora_rank,
         fixed=tuple(fix or ()),
+        settings=tuple(settings or ()),
         trust_remote_code=trust_remote_code,
     )
     terminal = Terminal(quiet=quiet)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,13 +17,27 @@ from adapter_agent.run_directory import (
 )
 from adapter_agent.stages import Context, ReviewMode
 from adapter_agent.terminal import Terminal
-from analyzers.documents import read_document, write_document
+from analyzers.documents import from_data, read_document, to_data, write_document
 from analyzers.errors import AdaptError, InputError
 
 if TYPE_CHECKING:
     from strategies.schema import Job
 
 LONGEST_DEFAULT_SEQUENCE = 4096
+OPTIONS_OF_THEIR_OWN = {
+    "model": "MODEL",
+    "trust_remote_code": "--trust-remote-code",
+    "cluster": "--cluster",
+    "backend": "--backend",
+    "data": "--data",
+    "evaluation.data": "--eval-data",
+    "evaluation.fraction": "--eval-fraction",
+    "steps": "--steps",
+    "sequence_length": "--sequence-length",
+    "global_batch_size": "--global-batch-size",
+    "fixed": "--fix",
+}
+"""Fields of a job, and what sets them after its checks."""
 
 
 class InterruptedRunError(AdaptError):
@@ -48,6 +62,8 @@ class Options:
     lora_rank: int | None = None
     fixed: tuple[str, ...] = ()
     """Forced parts of the plan as `ep=2`."""
+    settings: tuple[str, ...] = ()
+    """Other fields of the job as `lora.dropout=0.05`."""
     trust_remote_code: bool = False
 
 
@@ -89,7 +105,44 @@ def make_job(options: Options) -> Job:
     if options.lora_rank is not None:
         # The usual alpha = 2 * rank keeps the scale of the update when the rank changes.
         job = replace(job, lora=Lora(rank=options.lora_rank, alpha=2.0 * options.lora_rank))
+    job = with_settings(job, options.settings)
+    if (adapter := job.lora.init_from) is not None:
+        job = replace(job, lora=replace(job.lora, init_from=str(Path(adapter).resolve())))
     return job
+
+
+def with_settings(job: Job, settings: Sequence[str]) -> Job:
+    """The job with fields set by `("lora.dropout=0.05",)`; values are YAML.
+
+    Raises InputError for a field that there is not, or that has an option of its own, and for a
+    value that it cannot take.
+    """
+    import yaml
+
+    data = to_data(job)
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        *parents, last = key.split(".")
+        if not equals or not last:
+            fault = f"'{setting}' is not KEY=VALUE"
+            raise InputError("--set", fault=fault, fix="for example: --set lora.dropout=0.05")
+        if key in OPTIONS_OF_THEIR_OWN:
+            fix = f"give {OPTIONS_OF_THEIR_OWN[key]}"
+            raise InputError("--set", field=key, fault="has an option of its own", fix=fix)
+        place = data
+        for n, parent in enumerate(parents, 1):
+            place = place.get(parent)
+            if not isinstance(place, dict):
+                field = ".".join(parents[:n])
+                raise InputError("--set", field=field, fault="has no fields of its own")
+        if last not in place and parents != ["lora", "ranks"]:
+            fix = f"one of: {', '.join(place)}"
+            raise InputError("--set", field=key, fault="there is no such field", fix=fix)
+        try:
+            place[last] = yaml.safe_load(text)
+        except yaml.YAMLError as e:
+            raise InputError("--set", field=key, fault=f"'{text}' is not YAML") from e
+    return from_data(type(job), data, "--set")
 
 
 def _fixed(settings: tuple[str, ...]) -> dict[str, int]:
@@ -124,6 +177,7 @@ def run_inputs(options: Options, job: Job) -> dict[str, Any]:
         "sequence_length": job.sequence_length,
         "global_batch_size": job.global_batch_size,
         "lora_rank": job.lora.rank,
+        "settings": " ".join(options.settings),
         "fixed": " ".join(f"{key}={n}" for key, n in sorted(job.fixed.items())),
         "trust_remote_code": options.trust_remote_code,
     }

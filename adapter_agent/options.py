@@ -34,6 +34,15 @@ RankOpt = Annotated[
     int | None, typer.Option("--lora-rank", min=1, help="Rank of the adapters; 8 by default.")
 ]
 
+SetOpt = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Any other field of job.json, e.g. lora.dropout=0.05, packing=false or "
+        "'lora.targets=[attention, dense]'. Repeatable.",
+    ),
+]
 FixOpt = Annotated[
     list[str] | None,
     typer.Option("--fix", metavar="KEY=N", help="Force a part of the plan, e.g. ep=2. Repeatable."),

@@ -17,6 +17,7 @@ from adapter_agent.options import (
     QuietOpt,
     RankOpt,
     SequenceOpt,
+    SetOpt,
     TrustOpt,
 )
 from adapter_agent.output import print_json_of
@@ -68,6 +69,7 @@ def plan(
         ),
     ] = "even",
     fix: FixOpt = None,
+    settings: SetOpt = None,
     allow: Annotated[
         list[str] | None,
         typer.Option(
@@ -142,6 +144,7 @@ def plan(
         global_batch_size=global_batch_size,
         lora_rank=lora_rank,
         fixed=tuple(fix or ()),
+        settings=tuple(settings or ()),
         trust_remote_code=trust_remote_code,
     )
     features = set(allow or ())
@@ -187,7 +190,7 @@ def _options(
     """What to plan. Without a model, the job of the finished run, but for what is given."""
     from adapter_agent.job import Options
     from adapter_agent.measured import check_finished
-    from analyzers.documents import read_document
+    from analyzers.documents import read_document, to_json
     from strategies.schema import Job
 
     if measured is not None:
@@ -202,7 +205,9 @@ def _options(
             "fixed": tuple(f"{key}={n}" for key, n in job.fixed.items()),
             "trust_remote_code": job.trust_remote_code,
         }
-        given = {key: value or past[key] for key, value in given.items()}
+        if given["lora_rank"] is None:  # or it would be that of the run
+            past["settings"] = (f"lora={to_json(job.lora)}",)
+        given = {key: value or past.get(key, value) for key, value in given.items()}
         model = Path(job.model)
     if cluster is None and measured is not None:
         cluster = measured / "cluster.yaml"
