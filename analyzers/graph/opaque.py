@@ -119,17 +119,17 @@ def _experts_gradients(grad, weights, banks, kept):
 
 
 def _keep_experts(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    """Of each visit: what the activation keeps, the order of the visits by expert and its inverse,
-    and in float32 the output that the routing weight multiplies; with adapted banks, what they
-    multiply too."""
+    """Of each visit: what the activation keeps, its choice, the order of the visits by expert and
+    its inverse, and the output that the routing weight multiplies; of each token how many visits it
+    has; with adapted banks, what they multiply too."""
     x, index, weights, banks, (activation, inner) = inputs
     visits = x.shape[0] * (index[0].shape[-1] if index else 1)
     adapted = any(bank.requires_grad for bank in banks)
     kept = [x.new_empty(visits, size) for size in ([x.shape[-1], inner] if adapted else [])]
     kept.append(x.new_empty(visits, activation, dtype=torch.uint8))
     if weights:
-        kept += [x.new_empty(visits, dtype=torch.int64) for _ in range(2)]
-        kept.append(x.new_empty(visits, x.shape[-1], dtype=torch.float32))
+        kept += [x.new_empty(n, dtype=torch.int64) for n in (visits, visits, visits, x.shape[0])]
+        kept.append(x.new_empty(visits, x.shape[-1]))
     ctx.counts = len(weights), len(banks)
     ctx.index = len(index)
     ctx.banks = [bank.requires_grad for bank in banks]

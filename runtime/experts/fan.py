@@ -77,13 +77,15 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fan: Fan) -> Tensor:
-        ctx.fan, ctx.dtype = fan, x.dtype
+        ctx.save_for_backward(fan.source, fan.by_source, fan.counts)
+        ctx.padded, ctx.dtype = fan.padded, x.dtype
         return fan.take(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.fan.sums(grad).to(ctx.dtype), None
+        fan = Fan(*ctx.saved_tensors, ctx.padded)
+        return fan.sums(grad).to(ctx.dtype), None
 
 
 class _Collect(torch.autograd.Function):
@@ -91,23 +93,25 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, weights: Tensor | None, fan: Fan) -> Tensor:
-        ctx.fan, ctx.dtype = fan, y.dtype
-        ctx.save_for_backward(*(() if weights is None else (y, weights)))
+        weighted = () if weights is None else (y, weights)
+        ctx.save_for_backward(fan.source, fan.by_source, fan.counts, *weighted)
+        ctx.padded, ctx.dtype = fan.padded, y.dtype
         return fan.sums(y, weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        grad_y = ctx.fan.take(grad.to(ctx.dtype))
-        saved = ctx.saved_tensors  # under checkpointing they can be taken once
-        if not saved:
+        source, by_source, counts, *weighted = ctx.saved_tensors
+        fan = Fan(source, by_source, counts, ctx.padded)
+        grad_y = fan.take(grad.to(ctx.dtype))
+        if not weighted:
             return grad_y, None, None
-        y, weights = saved
+        y, weights = weighted
         grad_weights = None
         if ctx.needs_input_grad[1]:
             grad_weights = grad.new_zeros(weights.shape)
             for g, part in zip(grad.split(COLUMNS, 1), y.split(COLUMNS, 1), strict=True):
-                grad_weights += (ctx.fan.take(g) * part).sum(1)
+                grad_weights += (fan.take(g) * part).sum(1)
             grad_weights = grad_weights.to(weights.dtype)
         return grad_y.mul_(weights.unsqueeze(1)), grad_weights, None
 
