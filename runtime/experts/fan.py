@@ -84,7 +84,8 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        fan = Fan(*ctx.saved_tensors, ctx.padded)
+        source, by_source, counts = ctx.saved_tensors
+        fan = Fan(source, by_source, counts, ctx.padded)
         return fan.sums(grad).to(ctx.dtype), None
 
 
