@@ -37,8 +37,8 @@ class ModelFlops:
         outer = [p for p in analysis.outer if p.name not in ("head", "vision")]
         body = body + _both(outer)
         planned = workload(analysis, job.lora)
-        width = sum(kind.layers * kind.visited_width for kind in planned.kinds)
-        body = body + Work(per_token=float(ADAPTER_PASSES * job.lora.rank * width))
+        visited = sum(kind.layers * kind.visited_adapter for kind in planned.kinds)
+        body = body + Work(per_token=float(ADAPTER_PASSES * visited))
         return cls(body, _both([p for p in analysis.outer if p.name == "head"]))
 
     def over(self, lengths: Iterable[int], labelled: int) -> float:
