@@ -8,7 +8,6 @@ for each part: they share A, and B is cut by rows. Ranks are padded to one and t
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from analyzers.conversion import Recipe
-from analyzers.errors import AdaptError, InputError
+from analyzers.errors import InputError
 from runtime.adapters import Adapted, adapted_weights
 from runtime.build import Documents, build_adapted
 from runtime.experts import experts_of
+from runtime.finished import command
 from runtime.merge import Origins, adapted_recipes, origins
 from runtime.peft_format import PREFIX, StoredAdapter, write_adapter
 from runtime.reader import Reader
@@ -133,20 +133,7 @@ def _stacked_parts(model: PreTrainedModel, name: str, rows: int) -> dict[str, Te
     return {"gate_proj": gate, "up_proj": up}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m runtime.export", description=__doc__)
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("folder", type=Path, help="where the adapter is written")
-    parser.add_argument("--adapter", type=Path, help="another adapter than RUN_DIR/adapter")
-    given = parser.parse_args()
-    try:
-        count = export(Documents.read(given.run_dir), given.folder, given.adapter)
-    except AdaptError as e:
-        print(e, file=sys.stderr)
-        return e.exit_status
-    print(f"{count} matrices: {given.folder}")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(
+        command("export", __doc__, export, folder="where the adapter is written", made="matrices")
+    )

@@ -7,7 +7,6 @@ whole, so memory holds a few matrices whatever the size of the model.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -20,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from analyzers.conversion import Recipe
-from analyzers.errors import AdaptError, InputError
+from analyzers.errors import InputError
 from analyzers.formats import PLAIN
 from runtime.adapters import Adapted, adapted_weights
 from runtime.build import Documents, build_adapted
+from runtime.finished import command
 from runtime.peft_format import StoredAdapter
 from runtime.reader import Reader
 from runtime.weights import as_stored, conversion_of
@@ -150,20 +150,6 @@ def _add(folder: Path, info: TensorInfo, row: int, delta: Tensor) -> None:
         os.pwrite(file.fileno(), merged.view(torch.uint8).numpy().tobytes(), begin)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m runtime.merge", description=__doc__)
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("folder", type=Path, help="a new folder for the merged model")
-    parser.add_argument("--adapter", type=Path, help="another adapter than RUN_DIR/adapter")
-    given = parser.parse_args()
-    try:
-        changed = merge(Documents.read(given.run_dir), given.folder, given.adapter)
-    except AdaptError as e:
-        print(e, file=sys.stderr)
-        return e.exit_status
-    print(f"{changed} tensors merged: {given.folder}")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    folder = "a new folder for the merged model"
+    sys.exit(command("merge", __doc__, merge, folder=folder, made="tensors merged"))
