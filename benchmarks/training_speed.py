@@ -18,7 +18,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -27,7 +26,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +115,7 @@ def token_batches(args: argparse.Namespace, vocabulary: int, rank: int) -> Calla
 def ours(args: argparse.Namespace) -> dict[str, Any]:
     """One rank of our runtime, from the documents that `adapt` would write."""
     import torch.distributed as dist
+    from attention.layer import unproved_kernels
 
     from analyzers import analyze
     from analyzers.backends import load_backend
@@ -160,7 +159,7 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
             named = [*model.named_parameters(), *model.named_buffers()]
             fill(iter(named), device)
             initialise_adapters(model, 0)
-            bind(model, kernels(analysis, backend, Path(folder)))
+            bind(model, unproved_kernels(analysis, backend, Path(folder)))
             model.train()
             refused = fuse_head(model, device)
             adapters = adapter_parameters(model)
@@ -185,26 +184,6 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
                 "peak_gib": plan.predicted.memory_gib.peak,
             }
             return found | {"report": dist.get_rank() == 0}
-
-
-def kernels(analysis: Any, backend: Any, folder: Path) -> list[Any]:
-    """What `adapt kernels` renders for the model; that they are right is not proved here."""
-    from codegen import LoadedKernel, map_operators
-    from codegen.build import kernel_of, render_choice
-    from codegen.load import import_file
-    from codegen.tuning.records import known_records
-
-    choices = map_operators(analysis, backend, prefer="generated").operators
-    chosen = [c for c in choices if c.decision == "generated" and c.site is not None]
-    loaded = []
-    for choice in chosen:
-        rendered = render_choice(choice, chosen, backend, known_records())
-        path = folder / rendered.module
-        path.write_text(rendered.files[rendered.module], "utf-8")
-        kernel = kernel_of(choice, rendered, gates=[])
-        function = getattr(import_file(path, path.stem), kernel.function)
-        loaded.append(LoadedKernel(kernel=kernel, function=function))
-    return loaded
 
 
 def stock(args: argparse.Namespace) -> dict[str, Any]:
@@ -386,18 +365,11 @@ def main() -> int:
         for row in r.get("profile", {}).get("kernels", [])[:25]:
             print(f"   {row['ms']:8.3f} ms {row['count']:5} x {row['name']}")
     if args.output:
-        known = ("torch", "triton", "transformers", "peft", "fla-core")
-        versions = {}
-        for name in known:
-            try:
-                versions[name] = metadata.version(name)
-            except metadata.PackageNotFoundError:
-                versions[name] = None
-        machine = platform.node() if args.tiny else torch.accelerator.current_accelerator()
+        from attention.report import machine
+
         document = {
             "arguments": {k: str(v) for k, v in vars(args).items() if v is not None},
-            "machine": str(machine),
-            "versions": versions,
+            "machine": machine("cpu" if args.tiny else "cuda"),
             "results": results,
         }
         args.output.write_text(json.dumps(document, indent=1) + "\n")

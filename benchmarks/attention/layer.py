@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from analyzers.backends import Backend
+    from analyzers.schema import ModelAnalysis
     from attention.measure import Job
     from attention.workload import Shape
     from codegen import LoadedKernel
@@ -139,24 +141,32 @@ def _kernels(job: Job) -> list[LoadedKernel]:
     """A kernel of ours for every place of the layer that one can be bound at."""
     from analyzers import analyze
     from analyzers.backends import load_backend
-    from codegen import LoadedKernel, map_operators
-    from codegen.build import kernel_of, render_choice
-    from codegen.load import import_file
-    from codegen.tuning.records import known_records
 
     with tempfile.TemporaryDirectory() as folder:
         config = _config(job.shape)
         config.architectures = ["KimiLinearForCausalLM"]
         config.save_pretrained(folder)
         analysis = analyze(folder)
-    backend, records = load_backend(job.backend), known_records()
+    return unproved_kernels(analysis, load_backend(job.backend), job.folder, "layer_")
+
+
+def unproved_kernels(
+    analysis: ModelAnalysis, backend: Backend, folder: Path, prefix: str = ""
+) -> list[LoadedKernel]:
+    """What `adapt kernels` renders for every place of a model that one can be bound at, written to
+    `folder`; that it is right is measured by who asks."""
+    from codegen import LoadedKernel, map_operators
+    from codegen.build import kernel_of, render_choice
+    from codegen.load import import_file
+    from codegen.tuning.records import known_records
+
+    records = known_records()
     choices = map_operators(analysis, backend, prefer="generated").operators
     chosen = [c for c in choices if c.decision == "generated" and c.site is not None]
     kernels = []
     for choice in chosen:
-        # As `adapt kernels` renders it; that it is right is measured here.
         rendered = render_choice(choice, chosen, backend, records)
-        path = job.folder / f"layer_{rendered.module}"
+        path = folder / f"{prefix}{rendered.module}"
         path.write_text(rendered.files[rendered.module], "utf-8")
         kernel = kernel_of(choice, rendered, gates=[])
         function = getattr(import_file(path, path.stem), kernel.function)

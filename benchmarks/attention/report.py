@@ -19,6 +19,7 @@ PACKAGES = {
     "fla": "fla-core",
     "nemo": "nemo-automodel",
     "transformers": "transformers",
+    "peft": "peft",
 }
 
 
@@ -34,7 +35,7 @@ class Report:
         self.log.write_text("", "utf-8")
         self.data: dict = {
             "commit": options.commit or _commit(),
-            "machine": _machine(options.device),
+            "machine": machine(options.device),
             "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
             "kernels": [],
             "rates": {},
@@ -84,7 +85,8 @@ def _commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-def _machine(device: str) -> dict:
+def machine(device: str) -> dict:
+    """Processor, device and versions, for the head of a result."""
     found: dict = {
         "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors",
         "python": platform.python_version(),
