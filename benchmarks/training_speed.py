@@ -262,30 +262,48 @@ def timed(step: Callable[[int], torch.Tensor], args: Any, device: torch.device) 
         "reserved_gb": None if module is None else module.max_memory_reserved() / 1e9,
     }
     if args.profile and module is not None:
-        found["profile"] = profiled(lambda: step(args.warm_up + args.steps), wait)
+        found["profile"] = profiled(lambda: step(args.warm_up + args.steps), wait, args.trace)
     return found
 
 
-def profiled(call: Callable[[], Any], wait: Callable[[], None]) -> dict[str, Any]:
-    """Device time of one step by kernel, longest first, and how many launches it took."""
+def profiled(call: Callable[[], Any], wait: Callable[[], None], trace: Path | None) -> dict[str, Any]:
+    """Device time of one step by kernel and by operator and shapes, longest first, and how many
+    launches it took; the timeline too, where `trace` names a file for it."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=activities, record_shapes=True) as traced:
         call()
         wait()
-    rows = [
+    if trace is not None:
+        traced.export_chrome_trace(str(trace))
+    on_cpu = torch.autograd.DeviceType.CPU
+    kernels = [
         (e.key[:120], e.self_device_time_total / 1e3, e.count)
         for e in traced.key_averages()
-        if e.self_device_time_total
-        and not e.key.startswith(("aten::", "ProfilerStep"))
-        and e.device_type != torch.autograd.DeviceType.CPU
+        if e.self_device_time_total and e.device_type != on_cpu and not is_range(e.key)
     ]
-    rows.sort(key=lambda row: -row[1])
+    operators = [
+        (e.key, e.self_device_time_total / 1e3, e.count, e.input_shapes)
+        for e in traced.key_averages(group_by_input_shape=True)
+        if e.self_device_time_total and e.device_type == on_cpu
+    ]
+    for rows in (kernels, operators):
+        rows.sort(key=lambda row: -row[1])
     return {
-        "device_ms": sum(ms for _, ms, _ in rows),
-        "launches": sum(count for *_, count in rows),
-        "kernels": [{"name": n, "ms": round(ms, 3), "count": c} for n, ms, c in rows[:60]],
+        "device_ms": sum(ms for _, ms, _ in kernels),
+        "launches": sum(count for *_, count in kernels),
+        "kernels": [{"name": n, "ms": round(ms, 3), "count": c} for n, ms, c in kernels[:60]],
+        "operators": [
+            {"name": n, "ms": round(ms, 3), "count": c, "shapes": str(s)}
+            for n, ms, c, s in operators[:120]
+        ],
     }
+
+
+def is_range(name: str) -> bool:
+    """Whether a row of the device is a range around kernels, which are rows of their own."""
+    return name.startswith(("aten::", "ProfilerStep", "FSDP::", "Optimizer."))
 
 
 PEERS = {"ours": ours, "stock": stock}
@@ -334,6 +352,7 @@ def main() -> int:
     p.add_argument("--peers", default="ours,stock")
     p.add_argument("--peer-timeout", type=float, default=600.0)
     p.add_argument("--profile", action="store_true", help="one more step, by kernel")
+    p.add_argument("--trace", type=Path, help="file for the timeline of that step")
     p.add_argument("--tiny", action="store_true")
     p.add_argument("--output", type=Path)
     p.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)
@@ -364,6 +383,8 @@ def main() -> int:
         )
         for row in r.get("profile", {}).get("kernels", [])[:25]:
             print(f"   {row['ms']:8.3f} ms {row['count']:5} x {row['name']}")
+        for row in r.get("profile", {}).get("operators", [])[:40]:
+            print(f"   {row['ms']:8.3f} ms {row['count']:5} x {row['name']} {row['shapes']}")
     if args.output:
         from attention.report import machine
 
