@@ -266,7 +266,9 @@ def timed(step: Callable[[int], torch.Tensor], args: Any, device: torch.device) 
     return found
 
 
-def profiled(call: Callable[[], Any], wait: Callable[[], None], trace: Path | None) -> dict[str, Any]:
+def profiled(
+    call: Callable[[], Any], wait: Callable[[], None], trace: Path | None
+) -> dict[str, Any]:
     """Device time of one step by kernel and by operator and shapes, longest first, and how many
     launches it took; the timeline too, where `trace` names a file for it."""
     from torch.profiler import ProfilerActivity, profile
