@@ -73,7 +73,7 @@ def bind(model: nn.Module, kernels: Iterable[LoadedKernel]) -> Binding:
                 module.forward = _forward(module, functions)
                 binding.modules.append(module)
                 if (gate := _raw_gate(module, functions)) is not None:
-                    gate.forward = raw_forward(gate)
+                    gate.forward = types.MethodType(raw_forward, gate)
                     binding.modules.append(gate)
     except BaseException:
         binding.undo()
@@ -93,7 +93,7 @@ def _forward(module: nn.Module, functions: Mapping[str, list[LoadedKernel]]) -> 
         if operator not in FORWARDS:
             fault = f"nothing is known to replace the forward of a {operator} by"
             raise InputError(type(module).__name__, fault=fault, fix=FIX)
-        return FORWARDS[operator](module, Kernels(loaded))
+        return types.MethodType(FORWARDS[operator](Kernels(loaded)), module)
     forward = inspect.unwrap(type(module).forward)
     if not isinstance(forward, types.FunctionType):
         raise InputError(type(module).__name__, fault="its forward is not a Python function")

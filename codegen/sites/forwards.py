@@ -1,4 +1,7 @@
-"""Forwards of modules that call no function for their operator, made of kernels."""
+"""Forwards of modules that call no function for their operator, made of kernels.
+
+They are bound as methods, so that a copy of a module computes with its own weights.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,14 @@ from codegen.sites.kernels import Kernels
 from codegen.sites.packing import document_limits
 
 
-def lightning(module: Any, kernels: Kernels) -> Callable:
+def lightning(kernels: Kernels) -> Callable:
     """The forward of MiniMax's lightning attention, its loop over blocks replaced.
 
     A single token that continues a cached state takes the module's own way.
     """
 
     def forward(
+        module: Any,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
@@ -55,25 +59,27 @@ def lightning(module: Any, kernels: Kernels) -> Callable:
     return forward
 
 
-def gated_rms_norm(module: Any, kernels: Kernels) -> Callable:
+def gated_rms_norm(kernels: Kernels) -> Callable:
     """The forward of an RMSNorm with a gate: over heads and gated after it in delta rules, over
     groups of channels and gated before it in Mamba2."""
-    groups, size = getattr(module, "n_groups", 1), getattr(module, "group_size", None)
-    options = {
-        "eps": module.variance_epsilon,
-        "activation": getattr(module, "activation", "silu"),
-        "norm_before_gate": getattr(module, "norm_before_gate", size is None),
-    }
     kernel = kernels.of()
 
-    def forward(hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-        group_size = hidden_states.shape[-1] // groups if size is None else size
-        return kernel(hidden_states, module.weight, gate, group_size=group_size, **options)
+    def forward(module: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        groups, size = getattr(module, "n_groups", 1), getattr(module, "group_size", None)
+        return kernel(
+            hidden_states,
+            module.weight,
+            gate,
+            eps=module.variance_epsilon,
+            activation=getattr(module, "activation", "silu"),
+            norm_before_gate=getattr(module, "norm_before_gate", size is None),
+            group_size=hidden_states.shape[-1] // groups if size is None else size,
+        )
 
     return forward
 
 
-FORWARDS: dict[str, Callable[[Any, Kernels], Callable]] = {
+FORWARDS: dict[str, Callable[[Kernels], Callable]] = {
     "gated_rms_norm": gated_rms_norm,
     "lightning": lightning,
 }
