@@ -89,6 +89,14 @@ def test_launches_are_made_with_the_device_of_the_tensors(member, tmp_path, monk
     assert launched == [("_triton_forward", [index]), ("_triton_backward", [index])]
 
 
+@pytest.mark.parametrize("member", ["short_convolution", "gated_rms_norm"])
+def test_tensors_on_different_devices_are_refused(member, tmp_path):
+    function = getattr(module_of(tmp_path, member), load_members()[member].function)
+    weight = torch.ones((8, 4) if member == "short_convolution" else (8,), device="meta")
+    with pytest.raises(ValueError, match=r"on one device, got \['cpu', 'meta'\]"):
+        function(torch.ones(1, 5, 8), weight)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @MEMBERS
