@@ -123,6 +123,7 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     from runtime.adapters import adapter_parameters, initialise_adapters
     from runtime.build import Documents, build_adapted, dtype_of, process_group
     from runtime.loss import fuse_head
+    from runtime.norms import use_fused_norms
     from runtime.optim import build_optimizer, clip_gradients
     from runtime.packing import Row, collate
     from runtime.sharding import parallelize
@@ -154,6 +155,7 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
         documents = Documents(Path(folder), job, plan, analysis)
         with process_group() as device:
             model = build_adapted(documents, dtype=dtype_of(plan))
+            use_fused_norms(model)
             parallelize(model, plan)
             model.to_empty(device=device)
             named = [*model.named_parameters(), *model.named_buffers()]
@@ -232,7 +234,8 @@ def stock(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def timed(step: Callable[[int], torch.Tensor], args: Any, device: torch.device) -> dict[str, Any]:
-    """Median seconds of a step after those that compile, and the most memory of all of them."""
+    """Median seconds of a step after those that compile, how many of them the host took to issue
+    it, and the most memory of all of them."""
     module = torch.get_device_module(device) if device.type != "cpu" else None
 
     def wait() -> None:
@@ -243,11 +246,12 @@ def timed(step: Callable[[int], torch.Tensor], args: Any, device: torch.device) 
     losses = [float(step(0))]
     ready = time.perf_counter() - began
     losses += [float(step(n)) for n in range(1, args.warm_up)]
-    seconds = []
+    seconds, issued = [], []
     for n in range(args.warm_up, args.warm_up + args.steps):
         wait()
         start = time.perf_counter()
         loss = step(n)
+        issued.append(time.perf_counter() - start)
         wait()
         seconds.append(time.perf_counter() - start)
         losses.append(float(loss))
@@ -257,6 +261,7 @@ def timed(step: Callable[[int], torch.Tensor], args: Any, device: torch.device) 
         "first_step_seconds": ready,
         "step_seconds": middle,
         "step_seconds_all": seconds,
+        "issue_seconds": statistics.median(issued),
         "tokens_per_second_per_device": args.batch * args.tokens / middle,
         "peak_gb": None if module is None else module.max_memory_allocated() / 1e9,
         "reserved_gb": None if module is None else module.max_memory_reserved() / 1e9,
@@ -266,7 +271,9 @@ def timed(step: Callable[[int], torch.Tensor], args: Any, device: torch.device) 
     return found
 
 
-def profiled(call: Callable[[], Any], wait: Callable[[], None], trace: Path | None) -> dict[str, Any]:
+def profiled(
+    call: Callable[[], Any], wait: Callable[[], None], trace: Path | None
+) -> dict[str, Any]:
     """Device time of one step by kernel and by operator and shapes, longest first, and how many
     launches it took; the timeline too, where `trace` names a file for it."""
     from torch.profiler import ProfilerActivity, profile
@@ -378,7 +385,8 @@ def main() -> int:
             continue
         print(
             f"{peer}: {r['tokens_per_second_per_device']:,.0f} tokens/s/device, "
-            f"{1e3 * r['step_seconds']:.1f} ms a step, {r['peak_gb'] or 0:.1f} GB, "
+            f"{1e3 * r['step_seconds']:.1f} ms a step "
+            f"({1e3 * r['issue_seconds']:.1f} to issue), {r['peak_gb'] or 0:.1f} GB, "
             f"loss {r['losses'][0]:.4f}, first step {r['first_step_seconds']:.1f} s"
         )
         for row in r.get("profile", {}).get("kernels", [])[:25]:

@@ -20,6 +20,7 @@ from runtime.experts.lists import stack_expert_lists
 from runtime.packed import keep_packed
 from runtime.packing import Dataset, load_dataset
 from runtime.peft_format import load_adapter
+from runtime.norms import use_fused_norms
 from runtime.sharding import device_type, keep_float32, parallelize
 from runtime.weights import load_weights
 from strategies.schema import Job, Plan
@@ -94,6 +95,7 @@ def build_model(
     if documents.plan.expert_weight_format == "mxfp4":
         keep_packed(model)
     if sharded:
+        use_fused_norms(model)
         parallelize(model, documents.plan)
     else:
         keep_float32(model)
