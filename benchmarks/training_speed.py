@@ -25,7 +25,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,7 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     from codegen import bind
     from runtime.adapters import adapter_parameters, initialise_adapters
     from runtime.build import Documents, build_adapted, dtype_of, process_group
+    from runtime.garbage import collect_between_steps
     from runtime.loss import fuse_head
     from runtime.norms import use_fused_norms
     from runtime.optim import build_optimizer, clip_gradients
@@ -131,6 +132,8 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     from runtime.tokens import Example
     from strategies import load_cluster, search
     from strategies.cluster import flat_cluster
+    from strategies.pricing import predict
+    from strategies.problem import make_problem
     from strategies.schema import Job, Lora
 
     backend = load_backend("cpu" if args.tiny else args.backend)
@@ -152,6 +155,7 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
         fixed = {"ep": args.ep, "micro_batch_size": args.batch}
         plan = search(analysis, cluster, job, fixed=fixed)
         plan = replace(plan, activation_checkpointing="full", gradient_accumulation=1)
+        predicted = predict(make_problem(analysis, cluster, job).work, cluster, plan)
         documents = Documents(Path(folder), job, plan, analysis)
         with process_group() as device:
             model = build_adapted(documents, dtype=dtype_of(plan))
@@ -166,6 +170,7 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
             refused = fuse_head(model, device)
             adapters = adapter_parameters(model)
             optimizer = build_optimizer(adapters.values(), job.optimizer)
+            collect_between_steps()
             draw = token_batches(args, model.config.vocab_size, dist.get_rank())
 
             def step(number: int) -> torch.Tensor:
@@ -182,8 +187,9 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
             found["trained"] = sum(p.numel() for p in adapters.values())
             found["all_logits"] = refused
             found["predicted"] = {
-                "step_seconds": plan.predicted.step_seconds,
-                "peak_gib": plan.predicted.memory_gib.peak,
+                "step_seconds": predicted.step_seconds,
+                "step": asdict(predicted.step),
+                "memory_gib": asdict(predicted.memory_gib),
             }
             return found | {"report": dist.get_rank() == 0}
 
@@ -282,7 +288,7 @@ def profiled(
     with profile(activities=activities, record_shapes=True) as traced:
         call()
         wait()
-    if trace is not None:
+    if trace is not None and os.environ.get("RANK") == "0":
         traced.export_chrome_trace(str(trace))
     on_cpu = torch.autograd.DeviceType.CPU
     kernels = [

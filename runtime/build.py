@@ -17,10 +17,10 @@ from analyzers.schema import ModelAnalysis
 from runtime.adapters import initialise_adapters, insert_adapters
 from runtime.experts import use_own_experts
 from runtime.experts.lists import stack_expert_lists
+from runtime.norms import use_fused_norms
 from runtime.packed import keep_packed
 from runtime.packing import Dataset, load_dataset
 from runtime.peft_format import load_adapter
-from runtime.norms import use_fused_norms
 from runtime.sharding import device_type, keep_float32, parallelize
 from runtime.weights import load_weights
 from strategies.schema import Job, Plan

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-CHUNK_LOGITS = 2**27
-"""Logits that exist at once: half a GiB in float32."""
+from strategies.workload import LOSS_CHUNK
+
 TILE = 256
 PROBE_TOKENS = 8
 METHOD = "cross_entropy_sum"
@@ -63,7 +63,7 @@ class _CrossEntropySum(torch.autograd.Function):
 
 def chunk_tokens(vocabulary: int) -> int:
     """Tokens of a chunk; whole tiles of a matrix product where there are several."""
-    tokens = max(1, CHUNK_LOGITS // vocabulary)
+    tokens = max(1, LOSS_CHUNK // vocabulary)
     return tokens if tokens < TILE else tokens // TILE * TILE
 
 
