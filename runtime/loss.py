@@ -50,7 +50,7 @@ class _CrossEntropySum(torch.autograd.Function):
             x_CV = F.linear(h_ND[part], w_VD, b_V)
             sum_, g_CV = loss(x_CV, target_N[part], head.scale, head.cap, grad_ND is not None)
             total += sum_
-            if grad_ND is not None:
+            if grad_ND is not None and g_CV is not None:
                 torch.mm(g_CV, w_VD, out=grad_ND[part])
         ctx.save_for_backward(grad_ND)
         return total

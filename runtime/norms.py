@@ -43,25 +43,23 @@ def _epsilon(module: Any) -> float | None:
         return None
     if len(inspect.signature(type(module).forward).parameters) != 2:  # more than itself and x
         return None
-    return next(
-        (getattr(module, n) for n in ("variance_epsilon", "eps") if hasattr(module, n)), None
-    )
+    names = ("variance_epsilon", "eps")
+    return next((getattr(module, name) for name in names if hasattr(module, name)), None)
 
 
 @torch.no_grad()
-def _is_plain(module: nn.Module, eps: float) -> bool:
+def _is_plain(module: Any, eps: float) -> bool:
     """Whether the module's code gives `weight * x / sqrt(mean(x^2) + eps)`, on a few numbers small
     enough that eps counts."""
     width = module.weight.shape[0]
     weight = torch.linspace(0.5, 1.5, width)
-    x = torch.linspace(-1, 1, 3 * width).sin().view(3, width) * torch.tensor(
-        [[1.0], [eps**0.5], [0]]
-    )
+    x = torch.linspace(-1, 1, 3 * width).sin().view(3, width)
+    x *= torch.tensor([[1.0], [eps**0.5], [0]])
     got = torch.func.functional_call(module, {"weight": weight}, (x,))
     return isinstance(got, Tensor) and torch.allclose(got, F.rms_norm(x, (width,), weight, eps))
 
 
-def _fused(module: nn.Module, eps: float) -> Callable[[Tensor], Tensor]:
+def _fused(module: Any, eps: float) -> Callable[[Tensor], Tensor]:
     def forward(hidden_states: Tensor) -> Tensor:
         weight = module.weight
         if weight.dtype != hidden_states.dtype:  # the norm's own code says in which dtype it ends

@@ -124,9 +124,10 @@ def device_type() -> str:
 def parallelize(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
     """Shards `model`, in place, as `plan` says; adapters must already be in it.
 
-    The model may lie on the meta device; for one rank it keeps plain tensors. Gradients are summed over ranks, never averaged: the loss
-    is divided by the token count of the global batch instead, which is right for experts and the
-    rest alike. Raises InputError when the plan does not fit the model or the running ranks.
+    The model may lie on the meta device; for one rank it keeps plain tensors. Gradients are summed
+    over ranks, never averaged: the loss is divided by the token count of the global batch instead,
+    which is right for experts and the rest alike. Raises InputError when the plan does not fit the
+    model or the running ranks.
     """
     meshes = build_meshes(plan)
     keep_float32(model)

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 LOGIT_BYTES = 4
 """Per token and vocabulary entry: logits and their gradient in bf16, besides the log-softmax and
-its gradient. In float32 this makes three copies of 4. In chunks, a kernel keeps the former alone."""
+its gradient. In float32 this makes three copies of 4. In chunks, one kernel keeps only the former.
+"""
 BLOCKS_IN_FLIGHT = 2
 """The block that computes and the one that is prefetched."""
 FRAGMENTATION = 0.05
