@@ -1,5 +1,5 @@
-"""Families of operators over rows: the short convolution before a recurrence, the norm after it, the
-tokens of experts.
+"""Families of operators over rows: the short convolution before a recurrence and the norm after it,
+the tokens that experts get and what they return.
 
 All are bound by memory: a program works on a tile of rows, and what is tuned is the tile.
 """
