@@ -11,6 +11,7 @@ from codegen import bind, load_kernels
 from runtime.adapters import adapter_parameters, initialise_adapters, insert_adapters
 from runtime.experts import experts_of, use_own_experts
 from runtime.experts.lists import stack_expert_lists
+from runtime.experts.replay import replaying
 from runtime.operators import operators_vs_reference
 from runtime.packing import Dataset, collate
 from runtime.step import loss_sum
@@ -67,6 +68,20 @@ def test_a_model_with_the_kernels_has_the_same_loss_and_gradients(built):
         torch.testing.assert_close(one, two)
     outcome(model, batch)
     assert len(calls) == 2 * len(experts_of(model)), "called after it was taken out"
+
+
+def test_a_recomputed_layer_calls_them_again(built):
+    model, folder, batch = built
+    plain = outcome(model, batch)
+    kwargs = {"use_reentrant": False, "context_fn": replaying}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+    try:
+        with bind(model, load_kernels(folder)):
+            recomputed = outcome(model, batch)
+    finally:
+        model.gradient_checkpointing_disable()
+    for one, two in zip(recomputed, plain, strict=True):
+        torch.testing.assert_close(one, two)
 
 
 def test_experts_get_a_kernel_once(built):
