@@ -123,7 +123,7 @@ def cases(shape: Shape) -> list[Case]:
             plain, name="a width of 8 and many rows", width=8, counts=many, lengths=(sum(many),)
         ),
         replace(plain, name="a width of 1", width=1),
-        replace(plain, name="a width of several blocks", width=333, counts=(2, 3), lengths=(5,)),
+        replace(usual, name="a width of 2304", width=2304, counts=(2, 3), lengths=(5,)),
         replace(plain, name="int32 ids", ids=torch.int32),
         replace(plain, name="one item", counts=(1,), lengths=(1,)),
         replace(plain, name="all items of one row", counts=(0, 21, 0), lengths=(21,)),
