@@ -12,6 +12,7 @@ from runtime.adapters import adapter_parameters, initialise_adapters, insert_ada
 from runtime.experts import experts_of, use_own_experts
 from runtime.experts.lists import stack_expert_lists
 from runtime.experts.replay import replaying
+from runtime.experts.stacked import IMPLEMENTATION
 from runtime.operators import operators_vs_reference
 from runtime.packing import Dataset, collate
 from runtime.step import loss_sum
@@ -113,6 +114,18 @@ def test_each_kernel_is_compared_on_values_of_the_model(built, monkeypatch, wron
     checks = operators_vs_reference(model, folder, batch, CPU, dtype)
     assert [c.name.removeprefix("operators_vs_reference_") for c in checks] == NAMES
     assert [c.passed for c in checks] == [name != wrong for name in NAMES], checks
+
+
+def test_a_stock_model_is_left_as_it_was(built):
+    from transformers import AutoModelForCausalLM
+
+    _, folder, batch = built
+    stock = AutoModelForCausalLM.from_pretrained(folder.parent / "model", dtype=torch.float32)
+    before = stock.config._experts_implementation
+    assert before != IMPLEMENTATION
+    checks = operators_vs_reference(stock, folder, batch, CPU, torch.float32)
+    assert [c.passed for c in checks] == [True, True], checks
+    assert stock.config._experts_implementation == before
 
 
 def test_experts_in_a_list_get_them_too(built):
