@@ -193,22 +193,21 @@ def exact(work: Work) -> Iterator[tuple[slice, dict[str, list[Tensor]]]]:
 def errors(work: Work, parts: dict[str, Callable[[], Any]]) -> dict[str, float]:
     """The largest relative error of each part's results."""
     got = {name: [t.detach() for t in call()] for name, call in parts.items()}
-    squares = {name: torch.zeros(len(found), 2).tolist() for name, found in got.items()}
+    apart, size = ({name: [0.0] * len(found) for name, found in got.items()} for _ in range(2))
+
+    def add(name: str, n: int, result: Tensor, want: Tensor) -> None:
+        apart[name][n] += float((result.double() - want).square().sum())
+        size[name][n] += float(want.square().sum())
+
     dweights = torch.zeros_like(work.weights, dtype=torch.float64)
     for part, want in exact(work):
-        if "combine_backward" in got:
-            dweights += want["combine_backward"][1]
-        for name, found in got.items():
-            for n, result in enumerate(found):
-                if result.ndim > 1:
-                    difference = result[:, part].double() - want[name][n]
-                    squares[name][n][0] += float(difference.square().sum())
-                    squares[name][n][1] += float(want[name][n].square().sum())
+        dweights += want["combine_backward"][1]
+        for name, (first, *_) in got.items():
+            add(name, 0, first[:, part], want[name][0])
     if "combine_backward" in got:
-        difference = got["combine_backward"][1].double() - dweights
-        sums = float(difference.square().sum()), float(dweights.square().sum())
-        squares["combine_backward"][1] = list(sums)
-    return {n: max((a / b) ** 0.5 for a, b in found) for n, found in squares.items()}
+        add("combine_backward", 1, got["combine_backward"][1], dweights)
+    pairs = {name: zip(apart[name], size[name], strict=True) for name in got}
+    return {name: max((a / b) ** 0.5 for a, b in found) for name, found in pairs.items()}
 
 
 def measured(work: Work, peer: Peer, device: Device, seconds: float, only: list[str]) -> dict:
