@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.checks import check, distance, logits_of
+from runtime.experts import experts_of, use_own_experts
 from runtime.packing import Batch
 from runtime.schema import Check
 
@@ -29,21 +31,39 @@ def operators_vs_reference(
     model: nn.Module, folder: Path, batch: Batch, device: torch.device, dtype: torch.dtype
 ) -> list[Check]:
     """One check a kernel: its output and gradients, in `dtype`, on the inputs of its first call in
-    `model` (plain, without kernels); at most twice the error of the reference in that dtype."""
+    `model` (plain, without kernels); at most twice the error of the reference in that dtype.
+
+    None for a kernel without a place in it: experts in a list, as transformers has some, call no
+    kernels. Others run as the runtime runs them, and are left as they were.
+    """
     from codegen import bind, load_kernels
     from codegen.load import import_file
 
     checks = []
     for loaded in load_kernels(folder):
-        if loaded.kernel.site is None:
+        if loaded.kernel.site is None and not experts_of(model):
             continue
         calls: list[tuple[tuple, dict]] = []
-        with bind(model, [_recording(loaded, calls)]):
+        with _own_experts(model), bind(model, [_recording(loaded, calls)]) as binding:
+            if not binding:
+                continue
             logits_of(model, batch, device)
         module = import_file(folder / loaded.kernel.reference, "kernel_reference")
         reference = getattr(module, loaded.kernel.function)
         checks.append(_compared(loaded, reference, calls, dtype))
     return checks
+
+
+@contextmanager
+def _own_experts(model: nn.Module) -> Iterator[None]:
+    configs = [m.config for m in experts_of(model).values() if hasattr(m, "config")]
+    before = [config._experts_implementation for config in configs]
+    use_own_experts(model)
+    try:
+        yield
+    finally:
+        for config, implementation in zip(configs, before, strict=True):
+            config._experts_implementation = implementation
 
 
 def _recording(loaded: LoadedKernel, calls: list[tuple[tuple, dict]]) -> LoadedKernel:
