@@ -66,4 +66,8 @@ class LayerSpec(Member):
         return self.refused_target(backend)
 
 
-FAMILIES = {"short_convolution": LayerSpec, "gated_norm": LayerSpec}
+FAMILIES = {
+    "short_convolution": LayerSpec,
+    "gated_norm": LayerSpec,
+    "grouped_lora": LayerSpec,
+}
