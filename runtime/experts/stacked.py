@@ -73,13 +73,12 @@ def adapted_linear(
 
 
 def _in_kernel(experts: Any, name: str) -> bool:
-    """Whether the generated kernel computes this bank: adapted, without dropout, bias or packed
+    """Whether the generated kernel computes this bank: adapted, without dropout or packed
     weights."""
     return (
         hasattr(experts, f"lora_{name}_B")
         and not (experts.training and experts.lora_dropout)
         and not hasattr(experts, "base_linear")
-        and getattr(experts, f"{name}_bias", None) is None
     )
 
 
@@ -99,6 +98,7 @@ def _by_kernel(
         _first_factor(experts, name, pairs),
         b_LOr,
         base=weight.transpose(-2, -1) if experts.is_transposed else weight,
+        base_bias=weight_of(experts, f"{name}_bias", pairs),
         offsets=pairs.offsets_L,
         scale=experts.lora_scale,
         activation=activation.name if fused else None,

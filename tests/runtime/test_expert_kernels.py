@@ -29,18 +29,19 @@ def adapted(request, tmp_path_factory):
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
-    analysis, backend = analyze(folder), load_backend("cpu")
-    choices = map_operators(analysis, backend, prefer="generated").operators
+    backend = load_backend("cpu")
+    choices = map_operators(analyze(folder), backend, prefer="generated").operators
     (choice,) = (c for c in choices if c.operator == "experts")
     rendered = render_choice(choice, [choice], backend, [])
-    (folder / rendered.module).write_text(rendered.files[rendered.module], "utf-8")
+    for name, text in rendered.files.items():
+        (folder / name).write_text(text, "utf-8")
     kernel = kernel_of(choice, rendered, gates=[])
     function = getattr(import_file(folder / rendered.module, request.param), kernel.function)
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.2)
     use_own_experts(model)
-    return model, LoadedKernel(kernel=kernel, function=function), analysis
+    return model, LoadedKernel(kernel=kernel, function=function), folder
 
 
 def outcome(model):
@@ -52,10 +53,10 @@ def outcome(model):
 
 @pytest.mark.parametrize("shared", [False, True], ids=["", "shared A"])
 def test_losses_and_gradients_are_those_of_the_torch_form(adapted, shared):
-    model, loaded, analysis = adapted
+    model, loaded, _ = adapted
     lora = Lora(rank=3, alpha=6.0, targets=["routed_experts"], shared_a=shared)
     own = {name: set(module._parameters) for name, module in model.named_modules()}
-    insert_adapters(model, lora, analysis)
+    insert_adapters(model, lora, analysis=None)
     try:
         initialise_adapters(model, seed=0)
         for name, parameter in model.named_parameters():
@@ -74,10 +75,9 @@ def test_losses_and_gradients_are_those_of_the_torch_form(adapted, shared):
         torch.testing.assert_close(again, loss, atol=1e-6, rtol=1e-6)
         for name, gradient in gradients.items():
             torch.testing.assert_close(others[name], gradient, atol=1e-6, rtol=1e-4, msg=name)
-        # Banks with a bias are left to torch.
-        layers = len(experts_of(model))
-        fused = {"qwen3_moe": "silu", "nemotron_h": "relu2"}.get(model.config.model_type)
-        assert calls == ([fused, None] * layers if fused else [])
+        # The gate of GPT-OSS is of its own kind.
+        fused = {"qwen3_moe": "silu", "nemotron_h": "relu2", "gpt_oss": None}
+        assert calls == [fused[model.config.model_type], None] * len(experts_of(model))
         assert not any("adapted_linear" in vars(m) for m in experts_of(model).values())
     finally:
         for name, module in model.named_modules():
@@ -85,3 +85,17 @@ def test_losses_and_gradients_are_those_of_the_torch_form(adapted, shared):
                 delattr(module, key)
             if hasattr(module, "lora_shared"):
                 del module.lora_shared
+
+
+def test_the_kernel_is_checked_on_a_plain_model(adapted, monkeypatch):
+    from runtime.operators import operators_vs_reference
+
+    model, loaded, folder = adapted
+    kinds = [m.config._experts_implementation for m in experts_of(model).values()]
+    monkeypatch.setattr("codegen.load_kernels", lambda folder: [loaded])
+    monkeypatch.setattr("runtime.operators.logits_of", lambda model, batch, device: model(IDS))
+    cpu = torch.device("cpu")
+    (check,) = operators_vs_reference(model, folder, None, cpu, torch.float32)
+    assert check.passed, check
+    assert [m.config._experts_implementation for m in experts_of(model).values()] == kinds
+    assert not any("lora_" in key for m in model.modules() for key in vars(m))

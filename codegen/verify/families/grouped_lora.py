@@ -18,6 +18,7 @@ class GroupedCase(Case):
         "shared_a": "whole",
         "b": "sequence",
         "base": "sequence",
+        "base_bias": "sequence",
     }
     OUTPUTS: ClassVar = {"y": "token"}
     GRADIENTS: ClassVar = ("x", "a", "shared_a", "b")
@@ -32,6 +33,7 @@ class GroupedCase(Case):
     """One first factor for all experts."""
     turned: bool = False
     """The base weight is stored as [E, F, O]."""
+    bias: bool = False
     typed_factors: bool = False
     """The factors have the dtype of x; otherwise they are in float32."""
     scale: float = 1.0
@@ -53,6 +55,7 @@ class GroupedCase(Case):
             "shared_a": a[0] if self.shared else None,
             "b": (normal(E, O, r) / r**0.5).to(factors),
             "base": base,
+            "base_bias": normal(E, O).to(dtype) if self.bias else None,
             "dy": normal(1, P, O // 2 if self.gated else O).to(dtype),
         }
 
@@ -64,6 +67,7 @@ class GroupedCase(Case):
             x["shared_a"] if self.shared else x["a"],
             x["b"],
             base=base,
+            base_bias=x["base_bias"],
             offsets=ends[1:].to(x["x"].device, torch.int32),
             scale=1.5,
             activation=self.activation,
@@ -91,7 +95,8 @@ def cases(shape: Shape) -> list[Case]:
     return [
         usual,
         silu,
-        replace(silu, name="shared first factor", shared=True, activation="gelu_tanh"),
+        replace(silu, name="shared first factor", shared=True, activation="gelu_tanh", bias=True),
+        replace(plain, name="bias", bias=True),
         *(replace(plain, name=f"without a gate, {kind}", activation=kind) for kind in kinds),
         *(replace(gated, name=f"gated, {kind}", activation=kind) for kind in kinds[1:]),
         replace(gated, name="factors in the inputs' dtype", typed_factors=True),
