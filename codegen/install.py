@@ -49,9 +49,9 @@ def bind(model: nn.Module, kernels: Iterable[LoadedKernel]) -> Binding:
     Where a kernel's site is a function, the module's forward is copied with other globals, in which
     the function's name stands for the kernel; where it is the module itself, its forward is
     replaced; stacked experts, whose forward is the runtime's, are given the kernel under the name
-    of the function. Kernels without a site are passed over. Raises InputError when no module of that class
-    is in the model, or when its forward no longer calls the function: the model would silently run
-    without the kernel.
+    of the function. Kernels without a site are passed over. Raises InputError when no module of
+    that class is in the model, or when its forward no longer calls the function: the model would
+    silently run without the kernel.
     """
     sites: dict[str, dict[str, list[LoadedKernel]]] = {}
     for loaded in kernels:

@@ -24,9 +24,13 @@ NAMES = {
 class Activation:
     function: Callable[[Tensor], Tensor]
     """Of the first bank's output, gate and up together where it has both."""
-    name: str | None
+    name: str | None = None
     """What generated kernels call it; None where they do not have it."""
-    gated: bool
+    gated: bool = False
+    """Whether that is the name of the gate's activation, which up is multiplied by."""
+
+
+NOTHING = Activation(lambda x: x)
 
 
 def activation_of(experts: Any) -> Activation:
@@ -36,6 +40,8 @@ def activation_of(experts: Any) -> Activation:
     """
     name = NAMES.get(type(getattr(experts, "act_fn", None)).__name__)
     if not experts.has_gate:
-        return Activation(experts.act_fn, name, False)
+        return Activation(experts.act_fn, name)
     usual = experts.is_concatenated and type(experts)._apply_gate.__name__ == "_default_apply_gate"
-    return Activation(experts._apply_gate, name if usual else None, True)
+    if name is None or not usual:
+        return Activation(experts._apply_gate)
+    return Activation(experts._apply_gate, name, gated=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from analyzers.schema import BANKS
-from runtime.experts.activations import Activation, activation_of
+from runtime.experts.activations import NOTHING, Activation, activation_of
 from runtime.experts.capacity import Limiter
 from runtime.experts.dispatch import Local
 from runtime.experts.fan import Pairs, tally
@@ -55,7 +55,7 @@ def base_linear(experts: Any, name: str, x_PF: Tensor, pairs: Pairs) -> Tensor:
 
 
 def adapted_linear(
-    experts: Any, name: str, x_PF: Tensor, pairs: Pairs, activation: Activation | None = None
+    experts: Any, name: str, x_PF: Tensor, pairs: Pairs, activation: Activation = NOTHING
 ) -> Tensor:
     """The bank `name` with bias and low-rank adapter, and what the activation makes of it; base
     weight plus delta never exist as one."""
@@ -69,7 +69,7 @@ def adapted_linear(
     b_LOr = weight_of(experts, f"lora_{name}_B", pairs)
     if b_LOr is not None:
         y_PO = y_PO + _low_rank(experts, name, b_LOr, x_PF, pairs)
-    return y_PO if activation is None else activation.function(y_PO)
+    return activation.function(y_PO)
 
 
 def _in_kernel(experts: Any, name: str) -> bool:
@@ -88,11 +88,10 @@ def _by_kernel(
     name: str,
     x_PF: Tensor,
     pairs: Pairs,
-    activation: Activation | None,
+    activation: Activation,
 ) -> Tensor:
     weight, b_LOr = (weight_of(experts, key, pairs) for key in (name, f"lora_{name}_B"))
     assert weight is not None
-    fused = activation is not None and activation.name is not None
     y_PO = kernel(
         x_PF,
         _first_factor(experts, name, pairs),
@@ -101,10 +100,10 @@ def _by_kernel(
         base_bias=weight_of(experts, f"{name}_bias", pairs),
         offsets=pairs.offsets_L,
         scale=experts.lora_scale,
-        activation=activation.name if fused else None,
-        gated=fused and activation.gated,
+        activation=activation.name,
+        gated=activation.gated,
     )
-    return y_PO if activation is None or fused else activation.function(y_PO)
+    return activation.function(y_PO) if activation.name is None else y_PO
 
 
 def _first_factor(experts: Any, name: str, pairs: Pairs) -> Tensor:

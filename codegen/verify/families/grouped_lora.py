@@ -60,15 +60,18 @@ class GroupedCase(Case):
         }
 
     def call(self, function, x, kernel):
+        rows = x["x"]
+        assert rows is not None
+        assert x["base"] is not None
         ends = limits(self.lengths) if x["cu_seqlens"] is None else x["cu_seqlens"]
         base = x["base"].mT.contiguous().mT if self.turned else x["base"]
         y = function(
-            x["x"][0],
+            rows[0],
             x["shared_a"] if self.shared else x["a"],
             x["b"],
             base=base,
             base_bias=x["base_bias"],
-            offsets=ends[1:].to(x["x"].device, torch.int32),
+            offsets=ends[1:].to(rows.device, torch.int32),
             scale=1.5,
             activation=self.activation,
             gated=self.gated,
