@@ -109,6 +109,8 @@ def cases(shape: Shape) -> list[Case]:
         replace(plain, name="rank of 33", rank=33),
         replace(plain, name="rank of 256", lengths=(3, 0, 2), rank=256),
         replace(plain, name="shared, without an activation", shared=True),
+        # More than one partial sum of the factor's gradient.
+        replace(plain, name="shared, many rows", lengths=(700, 400), shared=True),
         replace(plain, name="one expert", lengths=(C + 1,)),
         replace(plain, name="one row", lengths=(0, 1, 0)),
         replace(plain, name="no rows", lengths=(0, 0)),
