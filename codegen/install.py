@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from analyzers.errors import InputError
-from analyzers.schema import FORWARD
+from analyzers.schema import BANKS, FORWARD
 from codegen.load import LoadedKernel
 from codegen.sites import (
     BESIDE,
@@ -45,7 +45,8 @@ class Binding:
     def undo(self) -> None:
         """Gives every module its class's own forward back; a second call does nothing."""
         for module in self.modules:
-            module.__dict__.pop(FORWARD, None)
+            for name in (FORWARD, BANKS):
+                module.__dict__.pop(name, None)
         for module, name in self.given:
             module.__dict__.pop(name, None)
         self.modules, self.given = [], []
@@ -66,8 +67,9 @@ def bind(model: nn.Module, kernels: Iterable[LoadedKernel]) -> Binding:
 
     Where a kernel's site is a function, the module's forward is copied with other globals, in which
     the function's name stands for the kernel; where it is the module itself, its forward is
-    replaced. A kernel that the runtime calls around experts becomes an attribute of every experts
-    module, named after the operator. Other kernels without a site are passed over. Raises
+    replaced; stacked experts, whose forward is the runtime's, are given the kernel under the name
+    of the function. A kernel that the runtime calls around experts becomes an attribute of every
+    experts module, named after the operator. Other kernels without a site are passed over. Raises
     InputError when no module of that class is in the model, or when its forward no longer calls the
     function: the model would silently run without the kernel.
     """
@@ -94,9 +96,10 @@ def bind(model: nn.Module, kernels: Iterable[LoadedKernel]) -> Binding:
                     fix=FIX,
                 )
             for module in found:
-                if FORWARD in module.__dict__:
-                    raise InputError(type(module).__name__, fault="its forward is already replaced")
-                module.forward = _forward(module, functions)
+                name = BANKS if BANKS in functions else FORWARD
+                if name in module.__dict__:
+                    raise InputError(type(module).__name__, fault=f"its {name} is already replaced")
+                setattr(module, name, _replacement(module, functions))
                 binding.modules.append(module)
                 if (gate := _raw_gate(module, functions)) is not None:
                     gate.forward = raw_forward(gate)
@@ -112,7 +115,9 @@ def _is(module: nn.Module, class_name: str) -> bool:
     return any(base.__name__ == class_name for base in type(module).__mro__)
 
 
-def _forward(module: nn.Module, functions: Mapping[str, list[LoadedKernel]]) -> Callable:
+def _replacement(module: nn.Module, functions: Mapping[str, list[LoadedKernel]]) -> Callable:
+    if BANKS in functions:
+        return Kernels(functions[BANKS]).of()
     if FORWARD in functions:
         loaded = functions[FORWARD]
         operator = loaded[0].kernel.operator

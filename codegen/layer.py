@@ -67,4 +67,9 @@ class LayerSpec(Member):
         return self.refused_target(backend)
 
 
-FAMILIES = {"short_convolution": LayerSpec, "gated_norm": LayerSpec, "moe_route": LayerSpec}
+FAMILIES = {
+    "short_convolution": LayerSpec,
+    "gated_norm": LayerSpec,
+    "moe_route": LayerSpec,
+    "grouped_lora": LayerSpec,
+}
