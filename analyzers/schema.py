@@ -116,6 +116,7 @@ class AdapterWork:
 
 
 FORWARD = "forward"
+BANKS = "adapted_linear"
 
 
 @document
@@ -126,7 +127,8 @@ class Site:
     """Class whose `forward` calls the operator, e.g. `KimiLinearDeltaAttention`."""
     function: str
     """Module-global name that the forward calls, e.g. `chunk_kimi_delta_attention`; `forward`
-    where the module calls no function for it but is, or spells out, the operator."""
+    where the module calls no function for it but is, or spells out, the operator; `adapted_linear`
+    of stacked experts, whose banks the runtime itself multiplies."""
 
 
 @document

@@ -12,10 +12,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from analyzers.errors import InputError
-from analyzers.schema import FORWARD
+from analyzers.schema import BANKS, FORWARD
 from codegen.load import LoadedKernel
-from codegen.sites import BESIDE, CALLS, FORGET_GATES, FORWARDS, Kernels, raw_forward
+from codegen.sites import (
+    BESIDE,
+    CALLS,
+    FORGET_GATES,
+    FORWARDS,
+    Kernels,
+    delta_attention,
+    is_delta_attention,
+    raw_forward,
+)
 from codegen.sites.calls import attention
+from codegen.sites.experts import around_experts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,12 +38,22 @@ class Binding:
 
     def __init__(self, modules: list[nn.Module]):
         self.modules = modules
+        """Those whose forward is replaced."""
+        self.given: list[tuple[nn.Module, str]] = []
+        """Those that the runtime finds a kernel in, and under which name."""
 
     def undo(self) -> None:
         """Gives every module its class's own forward back; a second call does nothing."""
         for module in self.modules:
-            module.__dict__.pop(FORWARD, None)
-        self.modules = []
+            for name in (FORWARD, BANKS):
+                module.__dict__.pop(name, None)
+        for module, name in self.given:
+            module.__dict__.pop(name, None)
+        self.modules, self.given = [], []
+
+    def __bool__(self) -> bool:
+        """Whether any kernel found its place."""
+        return bool(self.modules or self.given)
 
     def __enter__(self) -> Binding:
         return self
@@ -47,10 +67,13 @@ def bind(model: nn.Module, kernels: Iterable[LoadedKernel]) -> Binding:
 
     Where a kernel's site is a function, the module's forward is copied with other globals, in which
     the function's name stands for the kernel; where it is the module itself, its forward is
-    replaced. Kernels without a site are passed over. Raises InputError when no module of that class
-    is in the model, or when its forward no longer calls the function: the model would silently run
-    without the kernel.
+    replaced; stacked experts, whose forward is the runtime's, are given the kernel under the name
+    of the function. A kernel that the runtime calls around experts becomes an attribute of every
+    experts module, named after the operator. Other kernels without a site are passed over. Raises
+    InputError when no module of that class is in the model, or when its forward no longer calls the
+    function: the model would silently run without the kernel.
     """
+    kernels = list(kernels)
     sites: dict[str, dict[str, list[LoadedKernel]]] = {}
     for loaded in kernels:
         site = loaded.kernel.site
@@ -59,6 +82,11 @@ def bind(model: nn.Module, kernels: Iterable[LoadedKernel]) -> Binding:
             at.setdefault(site.function, []).append(loaded)
     binding = Binding([])
     try:
+        for module, name, function in around_experts(model, kernels):
+            if name in module.__dict__:
+                raise InputError(type(module).__name__, fault=f"already has a kernel for {name}")
+            setattr(module, name, function)
+            binding.given.append((module, name))
         for class_name, functions in sites.items():
             found = [m for m in model.modules() if _is(m, class_name)]
             if not found:
@@ -68,9 +96,10 @@ def bind(model: nn.Module, kernels: Iterable[LoadedKernel]) -> Binding:
                     fix=FIX,
                 )
             for module in found:
-                if FORWARD in module.__dict__:
-                    raise InputError(type(module).__name__, fault="its forward is already replaced")
-                module.forward = _forward(module, functions)
+                name = BANKS if BANKS in functions else FORWARD
+                if name in module.__dict__:
+                    raise InputError(type(module).__name__, fault=f"its {name} is already replaced")
+                setattr(module, name, _replacement(module, functions))
                 binding.modules.append(module)
                 if (gate := _raw_gate(module, functions)) is not None:
                     gate.forward = types.MethodType(raw_forward, gate)
@@ -86,7 +115,9 @@ def _is(module: nn.Module, class_name: str) -> bool:
     return any(base.__name__ == class_name for base in type(module).__mro__)
 
 
-def _forward(module: nn.Module, functions: Mapping[str, list[LoadedKernel]]) -> Callable:
+def _replacement(module: nn.Module, functions: Mapping[str, list[LoadedKernel]]) -> Callable:
+    if BANKS in functions:
+        return Kernels(functions[BANKS]).of()
     if FORWARD in functions:
         loaded = functions[FORWARD]
         operator = loaded[0].kernel.operator
@@ -113,6 +144,9 @@ def _forward(module: nn.Module, functions: Mapping[str, list[LoadedKernel]]) -> 
         forward.__closure__,
     )
     bound.__kwdefaults__ = forward.__kwdefaults__
+    here = {k[0].kernel.operator: Kernels(k) for k in functions.values()}
+    if here.keys() == {"kda", "short_convolution"} and is_delta_attention(module):
+        bound = delta_attention(here["kda"], here["short_convolution"], bound)
     return types.MethodType(bound, module)
 
 

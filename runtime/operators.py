@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from runtime.adapters import banks
 from runtime.checks import check, distance, logits_of
+from runtime.experts import experts_of, use_own_experts
 from runtime.packing import Batch
 from runtime.schema import Check
 
@@ -24,26 +27,73 @@ FLOORS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 CONSTANTS = ("g_gamma",)
 """Arguments of kernels that take no gradient and keep their dtype."""
 
+FROZEN = ("base", "base_bias")
+"""Weights that take no gradient."""
+
+RANK = 4
+"""Of the adapters that the experts have while their kernel is checked."""
+
 
 def operators_vs_reference(
     model: nn.Module, folder: Path, batch: Batch, device: torch.device, dtype: torch.dtype
 ) -> list[Check]:
     """One check a kernel: its output and gradients, in `dtype`, on the inputs of its first call in
-    `model` (plain, without kernels); at most twice the error of the reference in that dtype."""
+    `model` (plain, without kernels); at most twice the error of the reference in that dtype.
+
+    None for a kernel without a place in it: experts in a list, as transformers has some, call no
+    kernels. Others run as the runtime runs them, and are left as they were.
+    """
     from codegen import bind, load_kernels
     from codegen.load import import_file
 
     checks = []
     for loaded in load_kernels(folder):
-        if loaded.kernel.site is None:
+        if loaded.kernel.site is None and not experts_of(model):
             continue
         calls: list[tuple[tuple, dict]] = []
-        with bind(model, [_recording(loaded, calls)]):
+        with (
+            adapted_experts(model),
+            bind(model, [_recording(loaded, calls)]) as binding,
+        ):
+            if not binding:
+                continue
             logits_of(model, batch, device)
         module = import_file(folder / loaded.kernel.reference, "kernel_reference")
         reference = getattr(module, loaded.kernel.function)
         checks.append(_compared(loaded, reference, calls, dtype))
     return checks
+
+
+@contextmanager
+def adapted_experts(model: nn.Module) -> Iterator[None]:
+    """Random adapters on the stacked experts of a plain model, which run as in training: adapted
+    banks are what their kernel computes."""
+    modules = [m for m in experts_of(model).values() if hasattr(m, "has_gate")]
+    kept = [(m.config, m.config._experts_implementation) for m in modules]
+    generator = torch.Generator().manual_seed(0)
+    given: list[tuple[Any, str]] = []
+
+    def give(module: Any, name: str, value: Any) -> None:
+        module.__dict__[name] = value
+        given.append((module, name))
+
+    use_own_experts(model)
+    try:
+        for module in modules:
+            give(module, "lora_scale", 1.0)
+            give(module, "lora_dropout", 0.0)
+            for bank in banks(module):
+                weight = getattr(module, bank)
+                outs, ins = weight.shape[:0:-1] if module.is_transposed else weight.shape[1:]
+                for key, shape in (("A", (RANK, ins)), ("B", (outs, RANK))):
+                    drawn = torch.randn(weight.shape[0], *shape, generator=generator)
+                    give(module, f"lora_{bank}_{key}", drawn.to(weight) / shape[1] ** 0.5)
+        yield
+    finally:
+        for module, name in given:
+            del module.__dict__[name]
+        for config, implementation in kept:
+            config._experts_implementation = implementation
 
 
 def _recording(loaded: LoadedKernel, calls: list[tuple[tuple, dict]]) -> LoadedKernel:
@@ -88,13 +138,13 @@ def _compared(
 def _run(function: Callable, args: tuple, kwargs: dict, dtype: torch.dtype) -> list[Tensor]:
     """Output and the gradients of every floating input, in float64 on the CPU."""
 
-    def leaf(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value.detach().to(dtype).requires_grad_()
+    def leaf(value: Any, name: str = "") -> Any:
+        if name not in CONSTANTS and isinstance(value, Tensor) and value.is_floating_point():
+            return value.detach().to(dtype).requires_grad_(name not in FROZEN)
         return value
 
     inputs = [leaf(a) for a in args]
-    options = {k: v if k in CONSTANTS else leaf(v) for k, v in kwargs.items()}
+    options = {k: leaf(v, k) for k, v in kwargs.items()}
     with torch.enable_grad():
         out = function(*inputs, **options)
         out = out[0] if isinstance(out, tuple) else out

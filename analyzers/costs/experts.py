@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from analyzers.costs.call import ACTIVATION, FLOAT32, INDEX, Call, a_token, one_way
-from analyzers.schema import AdapterWork, PartName
+from analyzers.schema import BANKS, AdapterWork, PartName, Site
 from analyzers.structure import Moe
 
 
@@ -71,6 +71,9 @@ def experts(moe: Moe, module: nn.Module) -> Call:
             "intermediate_size": inner,
             "gated": moe.gated,
         },
+        site=Site(module_class=type(module).__name__, function=BANKS)
+        if moe.layout == "stacked"
+        else None,
     )
 
 

@@ -19,9 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from analyzers.schema import BANKS
+from runtime.experts.activations import NOTHING, Activation, activation_of
 from runtime.experts.capacity import Limiter
 from runtime.experts.dispatch import Local
-from runtime.experts.fan import Pairs, tally
+from runtime.experts.fan import Pairs, RowKernels, tally
 from runtime.experts.modules import experts_of
 from runtime.experts.replay import once
 
@@ -52,24 +54,74 @@ def base_linear(experts: Any, name: str, x_PF: Tensor, pairs: Pairs) -> Tensor:
     return grouped_linear(x_PF, w_LOF, pairs)
 
 
-def adapted_linear(experts: Any, name: str, x_PF: Tensor, pairs: Pairs) -> Tensor:
-    """The bank `name` with bias and low-rank adapter; base weight plus delta never exist as one."""
+def adapted_linear(
+    experts: Any, name: str, x_PF: Tensor, pairs: Pairs, activation: Activation = NOTHING
+) -> Tensor:
+    """The bank `name` with bias and low-rank adapter, and what the activation makes of it; base
+    weight plus delta never exist as one."""
+    kernel = getattr(experts, BANKS, None)
+    if kernel is not None and _in_kernel(experts, name):
+        return _by_kernel(kernel, experts, name, x_PF, pairs, activation)
     y_PO = getattr(experts, "base_linear", base_linear)(experts, name, x_PF, pairs)
     bias_LO = weight_of(experts, f"{name}_bias", pairs)
     if bias_LO is not None:
         y_PO = y_PO + bias_LO[pairs.expert_P]
     b_LOr = weight_of(experts, f"lora_{name}_B", pairs)
-    if b_LOr is None:
-        return y_PO
-    # A factor that experts share is the block's, whole on every rank.
+    if b_LOr is not None:
+        y_PO = y_PO + _low_rank(experts, name, b_LOr, x_PF, pairs)
+    return activation.function(y_PO)
+
+
+def _in_kernel(experts: Any, name: str) -> bool:
+    """Whether the generated kernel computes this bank: adapted, without dropout or packed
+    weights."""
+    return (
+        hasattr(experts, f"lora_{name}_B")
+        and not (experts.training and experts.lora_dropout)
+        and not hasattr(experts, "base_linear")
+    )
+
+
+def _by_kernel(
+    kernel: Callable[..., Tensor],
+    experts: Any,
+    name: str,
+    x_PF: Tensor,
+    pairs: Pairs,
+    activation: Activation,
+) -> Tensor:
+    weight, b_LOr = (weight_of(experts, key, pairs) for key in (name, f"lora_{name}_B"))
+    assert weight is not None
+    y_PO = kernel(
+        x_PF,
+        _first_factor(experts, name, pairs),
+        b_LOr,
+        base=weight.transpose(-2, -1) if experts.is_transposed else weight,
+        base_bias=weight_of(experts, f"{name}_bias", pairs),
+        offsets=pairs.offsets_L,
+        scale=experts.lora_scale,
+        activation=activation.name,
+        gated=activation.gated,
+    )
+    return activation.function(y_PO) if activation.name is None else y_PO
+
+
+def _first_factor(experts: Any, name: str, pairs: Pairs) -> Tensor:
+    """A `[L, r, F]`, or `[r, F]` that experts share: it is the block's, whole on every rank."""
     (owner,) = getattr(experts, "lora_shared", (experts,))
     a = weight_of(owner, f"lora_{name}_A", pairs)
     assert a is not None
+    return a
+
+
+def _low_rank(experts: Any, name: str, b_LOr: Tensor, x_PF: Tensor, pairs: Pairs) -> Tensor:
+    """The adapter's part of a bank -> [P, O]"""
+    a = _first_factor(experts, name, pairs)
     shared = a.ndim == 2
     a, b_LOr = _padded(a if shared else _used(a, pairs), _used(b_LOr, pairs), x_PF.dtype)
     x_PF = F.dropout(x_PF, experts.lora_dropout, experts.training)
     low_Pr = F.linear(x_PF, a) if shared else grouped_linear(x_PF, a, pairs)
-    return y_PO + grouped_linear(low_Pr, b_LOr, pairs) * experts.lora_scale
+    return grouped_linear(low_Pr, b_LOr, pairs) * experts.lora_scale
 
 
 def weight_of(experts: Any, key: str, pairs: Pairs) -> Tensor | None:
@@ -108,8 +160,7 @@ def run_experts(self: Any, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -
 
     def compute(x_PD: Tensor, pairs: Pairs) -> Tensor:
         name = "gate_up_proj" if self.has_gate else "up_proj"
-        h_PI = adapted_linear(self, name, x_PD, pairs)
-        h_PI = self._apply_gate(h_PI) if self.has_gate else self.act_fn(h_PI)
+        h_PI = adapted_linear(self, name, x_PD, pairs, activation_of(self))
         y_PD = adapted_linear(self, "down_proj", h_PI, pairs)
         return self.post_expert_norm(y_PD) if self.has_post_expert_norm else y_PD
 
@@ -130,19 +181,20 @@ def dispatched(
         index_TK, weights_TK = limiter(index_TK, weights_TK, recorder.valid_T)
     recorder.add(experts, index_TK)
     dispatcher = getattr(experts, "dispatcher", None) or Local()
+    kernels = RowKernels.of(experts)
     copies: Copies | None = getattr(experts, "copies", None)
     if copies is None or copies.placement is None:
         route = once(lambda: dispatcher.route(index_TK, experts.num_experts))
-        x_PD, weights_P = route.dispatch(x_TD, weights_TK)
+        x_PD, weights_P = route.dispatch(x_TD, weights_TK, kernels)
         y_PD = compute(x_PD, route.pairs)
     else:
         places = copies.placement.places
         route = once(lambda: dispatcher.route(copies.places(index_TK), places))
-        x_PD, weights_P = route.dispatch(x_TD, weights_TK)
+        x_PD, weights_P = route.dispatch(x_TD, weights_TK, kernels)
         parts = route.pairs.split(copies.own, copies)
         rows = zip(x_PD.split([part.size for part in parts]), parts, strict=True)
         y_PD = torch.cat([compute(x, part) for x, part in rows])
-    return route.combine(y_PD, weights_P).to(x_TD.dtype)
+    return route.combine(y_PD, weights_P, kernels).to(x_TD.dtype)
 
 
 def use_own_experts(model: nn.Module) -> None:

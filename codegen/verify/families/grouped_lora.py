@@ -1,0 +1,127 @@
+"""Cases of grouped linear layers with adapters: a sequence is the rows of one expert."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from codegen.verify.cases import Case, Shape, future, limits, other_order, scaled
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedCase(Case):
+    INPUTS: ClassVar = {
+        "x": "token",
+        "a": "sequence",
+        "shared_a": "whole",
+        "b": "sequence",
+        "base": "sequence",
+        "base_bias": "sequence",
+    }
+    OUTPUTS: ClassVar = {"y": "token"}
+    GRADIENTS: ClassVar = ("x", "a", "shared_a", "b")
+    LINEAR_IN: ClassVar = ("x",)
+
+    features: tuple[int, int] = (40, 56)
+    """Of the input and of the output, gate and up together."""
+    rank: int = 5
+    activation: str | None = None
+    gated: bool = False
+    shared: bool = False
+    """One first factor for all experts."""
+    turned: bool = False
+    """The base weight is stored as [E, F, O]."""
+    bias: bool = False
+    typed_factors: bool = False
+    """The factors have the dtype of x; otherwise they are in float32."""
+    scale: float = 1.0
+    """Of x."""
+
+    def make(self, shape, dtype):
+        generator = torch.Generator().manual_seed(42)
+
+        def normal(*size):
+            return torch.randn(*size, generator=generator)
+
+        (F, O), E, r, P = self.features, len(self.lengths), self.rank, self.tokens
+        factors = dtype if self.typed_factors else torch.float32
+        a = (normal(E, r, F) / F**0.5).to(factors)
+        base = (normal(E, O, F) / F**0.5).to(dtype)
+        return {
+            "x": (normal(1, P, F) * self.scale).to(dtype),
+            "a": None if self.shared else a,
+            "shared_a": a[0] if self.shared else None,
+            "b": (normal(E, O, r) / r**0.5).to(factors),
+            "base": base,
+            "base_bias": normal(E, O).to(dtype) if self.bias else None,
+            "dy": normal(1, P, O // 2 if self.gated else O).to(dtype),
+        }
+
+    def call(self, function, x, kernel):
+        rows = x["x"]
+        assert rows is not None
+        assert x["base"] is not None
+        ends = limits(self.lengths) if x["cu_seqlens"] is None else x["cu_seqlens"]
+        base = x["base"].mT.contiguous().mT if self.turned else x["base"]
+        y = function(
+            rows[0],
+            x["shared_a"] if self.shared else x["a"],
+            x["b"],
+            base=base,
+            base_bias=x["base_bias"],
+            offsets=ends[1:].to(rows.device, torch.int32),
+            scale=1.5,
+            activation=self.activation,
+            gated=self.gated,
+        )
+        return {"y": y[None]}
+
+
+def cases(shape: Shape) -> list[Case]:
+    C = shape.chunk
+    # Several experts in a program's rows, one in several programs, and experts without rows.
+    uneven = (0, 3, C, 1, 0, 0, 2 * C + 1, 1, 5, 0)
+    usual = GroupedCase(name="usual", lengths=uneven, compiled=True)
+    silu = GroupedCase(
+        name="gated, silu",
+        lengths=(C + 3, 0, 7),
+        features=(48, 80),
+        rank=16,
+        activation="silu",
+        gated=True,
+        compiled=True,
+    )
+    plain, gated = replace(usual, compiled=False), replace(silu, compiled=False)
+    kinds = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+    return [
+        usual,
+        silu,
+        replace(silu, name="shared first factor", shared=True, activation="gelu_tanh", bias=True),
+        replace(plain, name="bias", bias=True),
+        *(replace(plain, name=f"without a gate, {kind}", activation=kind) for kind in kinds),
+        *(replace(gated, name=f"gated, {kind}", activation=kind) for kind in kinds[1:]),
+        replace(gated, name="factors in the inputs' dtype", typed_factors=True),
+        replace(plain, name="base weight turned", turned=True),
+        replace(plain, name="widths that no vector divides", features=(37, 51), rank=7),
+        replace(gated, name="gated widths that no vector divides", features=(37, 54), rank=1),
+        replace(plain, name="rank of 33", rank=33),
+        replace(plain, name="rank of 256", lengths=(3, 0, 2), rank=256),
+        replace(plain, name="shared, without an activation", shared=True),
+        # More than one partial sum of the factor's gradient.
+        replace(plain, name="shared, many rows", lengths=(700, 400), shared=True),
+        replace(plain, name="one expert", lengths=(C + 1,)),
+        replace(plain, name="one row", lengths=(0, 1, 0)),
+        replace(plain, name="no rows", lengths=(0, 0)),
+        replace(gated, name="no rows, gated", lengths=(0, 0)),
+        replace(plain, name="no rows, shared", lengths=(0, 0), shared=True),
+        replace(plain, name="every row another expert", lengths=(1,) * 19),
+        replace(gated, name="inputs of 1e-3", scale=1e-3),
+        replace(gated, name="inputs of 30", scale=30.0),
+        replace(gated, name="strided inputs", strided=True),
+        *future(gated, C // 2),
+        other_order(plain),
+        other_order(replace(gated, name="gated, silu")),
+        scaled(plain),
+    ]
