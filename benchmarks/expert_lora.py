@@ -244,7 +244,7 @@ def errors_of(
 
 
 def main() -> int:
-    from attention.measure import device as device_of
+    from attention.job import device as device_of
     from attention.report import machine
 
     p = argparse.ArgumentParser(description=__doc__)

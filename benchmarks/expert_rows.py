@@ -27,7 +27,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from attention.measure import Device
+from attention.job import Device
 from attention.report import machine
 
 from analyzers.backends import Backend, load_backend

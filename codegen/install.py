@@ -102,7 +102,7 @@ def bind(model: nn.Module, kernels: Iterable[LoadedKernel]) -> Binding:
                 setattr(module, name, _replacement(module, functions))
                 binding.modules.append(module)
                 if (gate := _raw_gate(module, functions)) is not None:
-                    gate.forward = raw_forward(gate)
+                    gate.forward = types.MethodType(raw_forward, gate)
                     binding.modules.append(gate)
     except BaseException:
         binding.undo()
@@ -124,7 +124,7 @@ def _replacement(module: nn.Module, functions: Mapping[str, list[LoadedKernel]])
         if operator not in FORWARDS:
             fault = f"nothing is known to replace the forward of a {operator} by"
             raise InputError(type(module).__name__, fault=fault, fix=FIX)
-        return FORWARDS[operator](module, Kernels(loaded))
+        return types.MethodType(FORWARDS[operator](Kernels(loaded)), module)
     forward = inspect.unwrap(type(module).forward)
     if not isinstance(forward, types.FunctionType):
         raise InputError(type(module).__name__, fault="its forward is not a Python function")
@@ -144,11 +144,10 @@ def _replacement(module: nn.Module, functions: Mapping[str, list[LoadedKernel]])
         forward.__closure__,
     )
     bound.__kwdefaults__ = forward.__kwdefaults__
-    method = types.MethodType(bound, module)
     here = {k[0].kernel.operator: Kernels(k) for k in functions.values()}
     if here.keys() == {"kda", "short_convolution"} and is_delta_attention(module):
-        return delta_attention(module, here["kda"], here["short_convolution"], method)
-    return method
+        bound = delta_attention(here["kda"], here["short_convolution"], bound)
+    return types.MethodType(bound, module)
 
 
 def _raw_gate(module: nn.Module, functions: Mapping[str, list[LoadedKernel]]) -> nn.Module | None:

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attention.errors import errors, is_wrong
+
 if TYPE_CHECKING:
     from analyzers.backends import Backend
     from analyzers.schema import ModelAnalysis
-    from attention.measure import Job
+    from attention.job import Job
     from attention.workload import Shape
     from codegen import LoadedKernel
     from codegen.schema import OperatorChoice
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 HIDDEN = 2304
 
 
-def layer(job: Job) -> dict:
+def measure(job: Job) -> dict:
     """Errors on few tokens against the module's own torch code in float32, then times.
 
     `reference` makes what the others are compared with and must come first.
@@ -48,7 +50,6 @@ def warm_up(job: Job) -> None:
 
 
 def _compare(job: Job, module, file: Path) -> dict:
-    from attention.measure import errors, is_wrong
     from codegen import bind
 
     weights, want = torch.load(file, map_location=job.device.name)

@@ -2,87 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import gc
-import itertools
-import statistics
 import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
-from attention.implementations import Unsupported, build, ours_with_state, reference
-from attention.workload import Shape, inputs, members, output_gradient
+from attention import layer
+from attention.errors import LIMITS, errors, is_wrong
+from attention.implementations import Unsupported, ours_with_state, reference
+from attention.job import Job
 
-# An implementation is wrong beyond these relative errors, for a whole tensor and for its worst
-# token (whose size counts as at least a tenth of the usual one). Meant to sort out broken kernels;
-# the harness has the strict rule.
-LIMITS = {torch.bfloat16: (0.03, 0.3), torch.float32: (1e-3, 1e-2)}
-FLUSH_BYTES = 256 << 20  # several times the level-2 cache
-WARM_UP = 5
 PIECES = 16  # of the long sequence that is checked against carried states
-
-
-class Device:
-    """Clock, cache and memory of the device that the tensors are on."""
-
-    def __init__(self, name: str):
-        self.name = name
-        self.cuda = name == "cuda"
-        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=name) if self.cuda else None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.cuda else torch.float32
-
-    def synchronize(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
-
-    def times(self, call: Callable[[], object], repeats: int) -> list[float]:
-        """Milliseconds of each call, from a cold level-2 cache. The calls are queued one behind the
-        other, so that the device waits for the host only where the host is the slower one."""
-        if self._flush is None:
-            marks = [time.perf_counter()]
-            for _ in range(repeats):
-                call()
-                marks.append(time.perf_counter())
-            return [1e3 * (b - a) for a, b in itertools.pairwise(marks)]
-        events = []
-        for _ in range(repeats):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self._flush.zero_()
-            start.record()
-            call()
-            end.record()
-            events.append((start, end))
-        torch.cuda.synchronize()
-        return [start.elapsed_time(end) for start, end in events]
-
-    def median(self, call: Callable[[], object], seconds: float) -> float:
-        """Median milliseconds over about so many seconds, at least 5 and at most 100 calls."""
-        usual = statistics.median(self.times(call, WARM_UP if self.cuda else 1))
-        repeats = int(max(5, min(100, 1e3 * seconds / max(usual, 1e-3))))
-        return statistics.median(self.times(call, repeats))
-
-    def extra_bytes(self, call: Callable[[], list[torch.Tensor]]) -> int | None:
-        """Peak memory of a call beyond what was there and what it returns."""
-        if not self.cuda:
-            return None
-        self.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        made = call()
-        self.synchronize()
-        returned = sum(t.numel() * t.element_size() for t in made)
-        return torch.cuda.max_memory_allocated() - before - returned
-
-
-device = functools.cache(Device)  # its cache is written over by every measurement
 
 
 def both(function: Callable, x: dict, do: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -91,26 +25,6 @@ def both(function: Callable, x: dict, do: torch.Tensor) -> dict[str, torch.Tenso
     o = function(x)
     grads = torch.autograd.grad(o, list(wanted.values()), do)
     return {"o": o.detach(), **{f"d{n}": g for n, g in zip(wanted, grads, strict=True)}}
-
-
-def errors(got: dict, want: dict) -> dict[str, list[float]]:
-    """Relative error of each tensor as a whole, and of the worst token (and head) of those that
-    have tokens."""
-    return {name: _error(x.double(), want[name].double()) for name, x in got.items()}
-
-
-def _error(x: torch.Tensor, exact: torch.Tensor) -> list[float]:
-    whole = ((x - exact).norm() / exact.norm().clamp_min(1e-30)).item()
-    if x.ndim < 3:
-        return [whole]
-    size = exact.norm(dim=-1)
-    usual = size.square().mean().sqrt()
-    worst = (x - exact).norm(dim=-1) / size.clamp_min(0.1 * usual).clamp_min(1e-30)
-    return [whole, worst.max().item()]
-
-
-def is_wrong(found: dict[str, list[float]], dtype: torch.dtype) -> list[str]:
-    return [n for n, e in found.items() if not all(map(float.__le__, e, LIMITS[dtype]))]
 
 
 def work(task: dict) -> dict:
@@ -130,41 +44,6 @@ def work(task: dict) -> dict:
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-
-
-class Job:
-    """A task's fields, with the names resolved."""
-
-    def __init__(self, task: dict):
-        self.device = device(task["device"])
-        self.folder = Path(task["folder"])
-        self.seconds: float = task["seconds"]
-        self.tokens: int = task["tokens"]
-        self.backend: str = task["backend"]
-        self.implementation: str = task.get("implementation", "")
-        self.share: list[int] = task.get("share", [0, 1])
-        if "shape" in task:
-            self.shape = Shape.parse(task["shape"])
-        if "member" in task:
-            (self.spec,) = members([task["member"]])
-            self.gate: str = task["gate"]
-
-    @property
-    def small(self) -> Shape:
-        return self.shape.small(self.tokens)
-
-    @property
-    def reference_file(self) -> Path:
-        name = f"reference-{self.spec.operator}-{self.gate}-{self.small}"
-        return self.folder / f"{name.replace(':', '_')}.pt"
-
-    def inputs(self, shape: Shape) -> tuple[dict, torch.Tensor]:
-        """The inputs and the gradient of o."""
-        x = inputs(self.spec, shape, self.gate, self.device.name, self.device.dtype)
-        return x, output_gradient(x)
-
-    def build(self, shape: Shape):
-        return build(self.implementation, self.spec, shape, self.gate, self.folder)
 
 
 def make_reference(job: Job) -> dict:
@@ -305,20 +184,12 @@ def warm_up(job: Job) -> dict:
     Autotuner.prune_configs = some
     Autotuner.do_bench = property(once)  # type: ignore[assignment]
     if job.implementation == "transformers":
-        from attention.layer import warm_up as layer_warm_up
-
-        layer_warm_up(job)
+        layer.warm_up(job)
     else:
         x, do = job.inputs(job.small)
         both(job.build(job.shape), x, do)
     job.device.synchronize()
     return {"status": "right"}
-
-
-def layer(job: Job) -> dict:
-    from attention.layer import layer
-
-    return layer(job)
 
 
 def rates(job: Job) -> dict:
@@ -344,5 +215,5 @@ PARTS = {
     "measure": measure,
     "first-call": first_call,
     "carried": carried,
-    "layer": layer,
+    "layer": layer.measure,
 }

@@ -1,4 +1,7 @@
-"""Forwards of modules that call no function for their operator, made of kernels."""
+"""Forwards of modules that call no function for their operator, made of kernels.
+
+They are bound as methods, so that a copy of a module computes with its own weights.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,14 @@ from codegen.sites.kernels import Kernels
 from codegen.sites.packing import document_limits
 
 
-def lightning(module: Any, kernels: Kernels) -> Callable:
+def lightning(kernels: Kernels) -> Callable:
     """The forward of MiniMax's lightning attention, its loop over blocks replaced.
 
     A single token that continues a cached state takes the module's own way.
     """
 
     def forward(
+        module: Any,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
@@ -56,46 +60,47 @@ def lightning(module: Any, kernels: Kernels) -> Callable:
     return forward
 
 
-def gated_rms_norm(module: Any, kernels: Kernels) -> Callable:
+def gated_rms_norm(kernels: Kernels) -> Callable:
     """The forward of an RMSNorm with a gate: over heads and gated after it in delta rules, over
     groups of channels and gated before it in Mamba2."""
-    groups, size = getattr(module, "n_groups", 1), getattr(module, "group_size", None)
-    options = {
-        "eps": module.variance_epsilon,
-        "activation": getattr(module, "activation", "silu"),
-        "norm_before_gate": getattr(module, "norm_before_gate", size is None),
-    }
     kernel = kernels.of()
 
-    def forward(hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-        group_size = hidden_states.shape[-1] // groups if size is None else size
-        return kernel(hidden_states, module.weight, gate, group_size=group_size, **options)
+    def forward(module: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        groups, size = getattr(module, "n_groups", 1), getattr(module, "group_size", None)
+        return kernel(
+            hidden_states,
+            module.weight,
+            gate,
+            eps=module.variance_epsilon,
+            activation=getattr(module, "activation", "silu"),
+            norm_before_gate=getattr(module, "norm_before_gate", size is None),
+            group_size=hidden_states.shape[-1] // groups if size is None else size,
+        )
 
     return forward
 
 
-def delta_attention(
-    module: Any, recurrence: Kernels, convolution: Kernels, own: Callable
-) -> Callable:
+def delta_attention(recurrence: Kernels, convolution: Kernels, own: Callable) -> Callable:
     """The forward of Kimi delta attention over whole sequences, as training has them.
 
     The models join q, k and v for one convolution, cut its result, and take them apart again; the
     kernel convolves three arrays as they are, which saves a dozen copies of them. With a cache or
-    padding the forward is `own`.
+    padding the forward is `own`, which takes the module first.
     """
     attend = attention(recurrence, own)
-    convolve = convolution.of(kernel_size=module.conv_kernel_size)
-    projections = module.q_proj, module.k_proj, module.v_proj
 
     def forward(
+        module: Any,
         hidden_states: Tensor,
         cache: Any = None,
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
         if cache is not None or attention_mask is not None:
-            return own(hidden_states, cache=cache, attention_mask=attention_mask, **kwargs)
+            return own(module, hidden_states, cache=cache, attention_mask=attention_mask, **kwargs)
         limits = document_limits(kwargs)
+        convolve = convolution.of(kernel_size=module.conv_kernel_size)
+        projections = module.q_proj, module.k_proj, module.v_proj
         qkv, _ = convolve(
             [project(hidden_states) for project in projections],
             module.conv1d.weight.squeeze(1),
@@ -129,7 +134,7 @@ def is_delta_attention(module: Any) -> bool:
     return gates and silu and all(hasattr(module, part) for part in parts)
 
 
-FORWARDS: dict[str, Callable[[Any, Kernels], Callable]] = {
+FORWARDS: dict[str, Callable[[Kernels], Callable]] = {
     "gated_rms_norm": gated_rms_norm,
     "lightning": lightning,
 }

@@ -44,18 +44,14 @@ FORGET_GATES = {
 """Classes that compute exactly that from their projections."""
 
 
-def raw_forward(gate: Any) -> Callable[[Tensor], RawGate]:
+def raw_forward(gate: Any, hidden_states: Tensor) -> RawGate:
     """A forward of the gate that stops before the decay."""
-
-    def forward(hidden_states: Tensor) -> RawGate:
-        if hasattr(gate, "f_proj"):
-            g = gate.f_proj(hidden_states)
-        else:
-            g = gate.f_b_proj(gate.f_a_proj(hidden_states))
-        g = g.unflatten(-1, (-1, gate.head_dim))
-        return RawGate(g, gate.A_log.flatten(), gate.dt_bias, decay_bound(gate))
-
-    return forward
+    if hasattr(gate, "f_proj"):
+        g = gate.f_proj(hidden_states)
+    else:
+        g = gate.f_b_proj(gate.f_a_proj(hidden_states))
+    g = g.unflatten(-1, (-1, gate.head_dim))
+    return RawGate(g, gate.A_log.flatten(), gate.dt_bias, decay_bound(gate))
 
 
 def with_decay(own: Callable) -> Callable:

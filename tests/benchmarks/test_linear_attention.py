@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from attention.chunked import Chunked
+from attention.errors import errors
 from attention.implementations import Unsupported, build, reference, render_ours
-from attention.measure import both, errors
+from attention.measure import both
 from attention.plot import plot
 from attention.processes import Worker, Workers
 from attention.workload import (

@@ -1,5 +1,7 @@
 """The first call compiles every kernel of a step, side by side."""
 
+import threading
+
 import pytest
 import torch
 import triton
@@ -11,7 +13,13 @@ from tests.codegen.kernel_samples import write_kernel
 
 
 class Absent:
-    """A device that is compiled for and not here."""
+    """A device that is compiled for and not here; notes where launchers are built."""
+
+    def __init__(self):
+        self.launchers: list[tuple[str, threading.Thread]] = []
+
+    def launcher_cls(self, src, metadata):
+        self.launchers.append((src.fn.__name__, threading.current_thread()))
 
     def get_current_device(self):
         return 0
@@ -26,7 +34,9 @@ class Absent:
 @pytest.fixture
 def absent(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(triton.runtime.driver, "_active", Absent())
+    device = Absent()
+    monkeypatch.setattr(triton.runtime.driver, "_active", device)
+    return device
 
 
 def compiled(module) -> dict[str, set]:
@@ -60,6 +70,16 @@ def test_a_step_finds_all_its_kernels_compiled(packed, keep, absent, tmp_path):
     o, _, kept = module._triton_forward(*given, keep)
     module._triton_backward(*given[:6], [o, *kept] if keep else [], o, None, *given[6:])
     assert compiled(module) == ahead
+
+
+def test_launchers_are_built_beside_the_kernels_that_still_compile(absent, tmp_path):
+    rendered = write_kernel(tmp_path, "simple_gla", 16, 16, backend="h200")
+    module = import_file(tmp_path / rendered.module, "launchers_ahead")
+    q = torch.randn(1, 70, 2, 16, dtype=torch.bfloat16)
+    given = q, q, q, -torch.rand(1, 70, 2), None, None, 0.25, True
+    module._compile_ahead(*given, keep=True, gradients=True)
+    assert {name for name, _ in absent.launchers} == set(compiled(module))
+    assert threading.main_thread() not in {thread for _, thread in absent.launchers}
 
 
 def test_tensors_of_one_kind_are_compiled_for_once(absent, tmp_path):

@@ -221,6 +221,8 @@ BAD = [
     ("g_gamma", lambda g: g.clone().requires_grad_(), "gets no gradient"),
     ("beta", lambda _: None, "beta must be .*got None"),
     ("initial_state", lambda h: h[:1], "initial_state must be"),
+    ("v", lambda v: v.to("meta"), "v must be .* on cpu, got .* on meta"),
+    ("initial_state", lambda h: h.to("meta"), "initial_state must be .* on cpu, got .* on meta"),
 ]
 
 
@@ -232,6 +234,17 @@ def test_bad_arguments_are_refused(form, name, change, message):
     x[name] = change(x[name])
     with pytest.raises(ValueError, match=message):
         form.kernel(**x)
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(0, 4), (2, 0)])
+def test_no_sequences_and_no_tokens_are_nothing(form, batch, tokens):
+    given = arguments(form.spec, form.widths, (tokens,), batch=batch)
+    made = outputs_and_gradients(form.kernel, given, output_final_state=True)
+    assert made["o"].shape == given["v"].shape
+    assert torch.equal(made["state"], given["initial_state"])
+    for name, x in given.items():
+        if name != "g_gamma":
+            assert made[f"gradient of {name}"].shape == x.shape
 
 
 @pytest.mark.parametrize("limits", [[0, 3], [1, 4], [0, 3, 2, 4]])

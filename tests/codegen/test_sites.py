@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import importlib.util
 from pathlib import Path
@@ -237,6 +238,21 @@ def test_undo_restores_every_bit(at, kernels_of):
     close(during, before)
     assert torch.equal(after, before)
     assert not any(FORWARD in m.__dict__ for m in model.modules())
+
+
+@members
+def test_a_copy_of_a_bound_model_has_its_own_weights(at, kernels_of):
+    model = model_of(at.model_type)
+    ids = torch.arange(2 * 21).view(2, 21)
+    plain = copy.deepcopy(model)
+    with bind(model, kernels_of(at)):
+        bound = copy.deepcopy(model)
+    assert any(FORWARD in m.__dict__ for m in bound.modules())
+    with torch.no_grad():
+        for one, two in zip(plain.parameters(), bound.parameters(), strict=True):
+            one.mul_(1.25)
+            two.mul_(1.25)
+        close(bound(ids, use_cache=False)[0], plain(ids, use_cache=False)[0])
 
 
 @members
