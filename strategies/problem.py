@@ -82,8 +82,15 @@ def make_problem(
     fixed = {**job.fixed, **(fixed or {})}
     _check_job(analysis, job)
     routing = Routing(job.routing.exponent, tuple(job.routing.loads))
-    chunk = LOSS_CHUNK if job.training == "lora" else None  # of the runtime that the plan is for
-    work = workload(analysis, job.lora, training=job.training, loss_chunk=chunk, routing=routing)
+    own = job.training == "lora"  # what this project's runtime trains
+    work = workload(
+        analysis,
+        job.lora,
+        training=job.training,
+        loss_chunk=LOSS_CHUNK if own else None,
+        grouped_kernel=own,
+        routing=routing,
+    )
     check_features(allow)
     _check_adapters(work, job)
     model = model_of(analysis)

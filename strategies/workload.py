@@ -156,6 +156,9 @@ class Workload:
     loss_chunk: int | None = None
     """Logits that exist at once, where a frozen head and the loss go through the tokens in chunks;
     None where all do."""
+    grouped_kernel: bool = False
+    """The products of all experts of a bank are one launch, `torch.nn.functional.grouped_mm`,
+    instead of one an expert."""
     prefetch: bool = True
     """The next layer's weights are gathered while one computes, as FSDP2 does. A loop over layers
     that XLA compiles keeps collectives in the iteration that needs them: its pipelining of
@@ -206,6 +209,7 @@ def workload(
     state: State = FLOAT32_STATE,
     loss_size: int = 4,
     loss_chunk: int | None = None,
+    grouped_kernel: bool = False,
     prefetch: bool = True,
     reduces_last: bool = False,
     static_shapes: bool = False,
@@ -244,6 +248,7 @@ def workload(
         state=state,
         loss_size=loss_size,
         loss_chunk=loss_chunk,
+        grouped_kernel=grouped_kernel,
         prefetch=prefetch,
         reduces_last=reduces_last,
         static_shapes=static_shapes,

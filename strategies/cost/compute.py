@@ -41,6 +41,11 @@ WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1.03, "nvfp4": 0.56}
 """Of a weight that a product reads."""
 TILE_ROWS, TILE_COLUMNS = 128, 256
 """Of the output tile of one multiprocessor, as cuBLAS and CUTLASS choose for large products."""
+GROUPED_KERNEL_SHARE = 0.93
+"""Of `matmul_share`'s rate, reached by one launch for the products of all experts, the half tile
+that each expert fills in vain counted: on an H200, 65,536 rows of 256 experts, 2304 x 2048 and
+1024 x 2304 forward, and their inputs' gradients, take 40.8 ms in seven layers, each forward twice
+(benchmarks/training_speed.py, torch 2.11)."""
 STREAMS = 4
 """Experts whose products run at once: Transformer Engine's grouped product is one cuBLAS call an
 expert on four streams (common/gemm/cublaslt_gemm.cu)."""
@@ -222,7 +227,7 @@ def _products(
     rate = rate * k.matmul_share
     held, rows = 1.0, c.tokens
     if experts:
-        rate = rate * k.grouped_matmul_share
+        rate = rate * (GROUPED_KERNEL_SHARE if work.grouped_kernel else k.grouped_matmul_share)
         held = work.experts / c.ep
         rows = tokens * part.visits * load.overload
     once = gradient = np.zeros(len(c))
@@ -253,12 +258,12 @@ def _product(
 
     Arithmetic: tiles of `TILE_ROWS` x `TILE_COLUMNS`, so that each of the `held` experts fills half
     a tile too much on average, and the last wave of tiles occupies the multiprocessors for half its
-    time, once for every `STREAMS` experts. Without sharded parameters gradients of weights are
+    time, once for every `STREAMS` experts, or once for all in one launch. Without sharded parameters gradients of weights are
     added to sums of all micro-batches.
     """
     k_size = gemm.in_features
     padded = rows + np.where(np.asarray(held) > 1, held * TILE_ROWS / 2, 0.0)
-    tails = np.maximum(np.asarray(held) / STREAMS, 1.0)
+    tails = 1.0 if work.grouped_kernel else np.maximum(np.asarray(held) / STREAMS, 1.0)
     tail = tails * 0.5 * known.processors * TILE_ROWS * TILE_COLUMNS * 2.0 / rate
     arithmetic = 2.0 * padded * k_size * columns / rate
     weights = held * k_size * columns
