@@ -102,6 +102,7 @@ def _by_kernel(
         scale=experts.lora_scale,
         activation=activation.name,
         gated=activation.gated,
+        betas=activation.betas,
     )
     return activation.function(y_PO) if activation.name is None else y_PO
 

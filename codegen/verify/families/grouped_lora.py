@@ -75,6 +75,7 @@ class GroupedCase(Case):
             scale=1.5,
             activation=self.activation,
             gated=self.gated,
+            betas=(2.0, 3.0) if self.activation == "situ" else None,
         )
         return {"y": y[None]}
 
@@ -101,7 +102,7 @@ def cases(shape: Shape) -> list[Case]:
         replace(silu, name="shared first factor", shared=True, activation="gelu_tanh", bias=True),
         replace(plain, name="bias", bias=True),
         *(replace(plain, name=f"without a gate, {kind}", activation=kind) for kind in kinds),
-        *(replace(gated, name=f"gated, {kind}", activation=kind) for kind in kinds[1:]),
+        *(replace(gated, name=f"gated, {kind}", activation=kind) for kind in (*kinds[1:], "situ")),
         replace(gated, name="factors in the inputs' dtype", typed_factors=True),
         replace(plain, name="base weight turned", turned=True),
         replace(plain, name="widths that no vector divides", features=(37, 51), rank=7),
@@ -119,6 +120,8 @@ def cases(shape: Shape) -> list[Case]:
         replace(plain, name="every row another expert", lengths=(1,) * 19),
         replace(gated, name="inputs of 1e-3", scale=1e-3),
         replace(gated, name="inputs of 30", scale=30.0),
+        replace(gated, name="situ, inputs of 1e-3", activation="situ", scale=1e-3),
+        replace(gated, name="situ, inputs of 30", activation="situ", scale=30.0),
         replace(gated, name="strided inputs", strided=True),
         *future(gated, C // 2),
         other_order(plain),
