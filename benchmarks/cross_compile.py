@@ -34,7 +34,7 @@ from codegen.verify.harness import compiled, fault_of, target_of
 
 BACKENDS = ["a100", "h200", "b200", "mi300x"]
 WIDTHS = ["128x128", "256x512"]
-ROWS = {"short_convolution": {"kernel_size": 4}, "gated_rms_norm": {}}
+ROWS = {"short_convolution": {"kernel_size": 4}, "gated_rms_norm": {}, "grouped_lora": {}}
 SECONDS = 300.0
 """Longest wait for one kernel."""
 
