@@ -25,7 +25,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,9 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     from codegen import bind
     from runtime.adapters import adapter_parameters, initialise_adapters
     from runtime.build import Documents, build_adapted, dtype_of, process_group
+    from runtime.garbage import collect_between_steps
     from runtime.loss import fuse_head
+    from runtime.norms import use_fused_norms
     from runtime.optim import build_optimizer, clip_gradients
     from runtime.packing import Row, collate
     from runtime.sharding import parallelize
@@ -130,6 +132,8 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     from runtime.tokens import Example
     from strategies import load_cluster, search
     from strategies.cluster import flat_cluster
+    from strategies.pricing import predict
+    from strategies.problem import make_problem
     from strategies.schema import Job, Lora
 
     backend = load_backend("cpu" if args.tiny else args.backend)
@@ -151,9 +155,11 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
         fixed = {"ep": args.ep, "micro_batch_size": args.batch}
         plan = search(analysis, cluster, job, fixed=fixed)
         plan = replace(plan, activation_checkpointing="full", gradient_accumulation=1)
+        predicted = predict(make_problem(analysis, cluster, job).work, cluster, plan)
         documents = Documents(Path(folder), job, plan, analysis)
         with process_group() as device:
             model = build_adapted(documents, dtype=dtype_of(plan))
+            use_fused_norms(model)
             parallelize(model, plan)
             model.to_empty(device=device)
             named = [*model.named_parameters(), *model.named_buffers()]
@@ -164,6 +170,7 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
             refused = fuse_head(model, device)
             adapters = adapter_parameters(model)
             optimizer = build_optimizer(adapters.values(), job.optimizer)
+            collect_between_steps()
             draw = token_batches(args, model.config.vocab_size, dist.get_rank())
 
             def step(number: int) -> torch.Tensor:
@@ -180,8 +187,9 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
             found["trained"] = sum(p.numel() for p in adapters.values())
             found["all_logits"] = refused
             found["predicted"] = {
-                "step_seconds": plan.predicted.step_seconds,
-                "peak_gib": plan.predicted.memory_gib.peak,
+                "step_seconds": predicted.step_seconds,
+                "step": asdict(predicted.step),
+                "memory_gib": asdict(predicted.memory_gib),
             }
             return found | {"report": dist.get_rank() == 0}
 
@@ -232,7 +240,8 @@ def stock(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def timed(step: Callable[[int], torch.Tensor], args: Any, device: torch.device) -> dict[str, Any]:
-    """Median seconds of a step after those that compile, and the most memory of all of them."""
+    """Median seconds of a step after those that compile, how many of them the host took to issue
+    it, and the most memory of all of them."""
     module = torch.get_device_module(device) if device.type != "cpu" else None
 
     def wait() -> None:
@@ -243,11 +252,12 @@ def timed(step: Callable[[int], torch.Tensor], args: Any, device: torch.device) 
     losses = [float(step(0))]
     ready = time.perf_counter() - began
     losses += [float(step(n)) for n in range(1, args.warm_up)]
-    seconds = []
+    seconds, issued = [], []
     for n in range(args.warm_up, args.warm_up + args.steps):
         wait()
         start = time.perf_counter()
         loss = step(n)
+        issued.append(time.perf_counter() - start)
         wait()
         seconds.append(time.perf_counter() - start)
         losses.append(float(loss))
@@ -257,6 +267,7 @@ def timed(step: Callable[[int], torch.Tensor], args: Any, device: torch.device) 
         "first_step_seconds": ready,
         "step_seconds": middle,
         "step_seconds_all": seconds,
+        "issue_seconds": statistics.median(issued),
         "tokens_per_second_per_device": args.batch * args.tokens / middle,
         "peak_gb": None if module is None else module.max_memory_allocated() / 1e9,
         "reserved_gb": None if module is None else module.max_memory_reserved() / 1e9,
@@ -266,7 +277,9 @@ def timed(step: Callable[[int], torch.Tensor], args: Any, device: torch.device) 
     return found
 
 
-def profiled(call: Callable[[], Any], wait: Callable[[], None], trace: Path | None) -> dict[str, Any]:
+def profiled(
+    call: Callable[[], Any], wait: Callable[[], None], trace: Path | None
+) -> dict[str, Any]:
     """Device time of one step by kernel and by operator and shapes, longest first, and how many
     launches it took; the timeline too, where `trace` names a file for it."""
     from torch.profiler import ProfilerActivity, profile
@@ -275,7 +288,7 @@ def profiled(call: Callable[[], Any], wait: Callable[[], None], trace: Path | No
     with profile(activities=activities, record_shapes=True) as traced:
         call()
         wait()
-    if trace is not None:
+    if trace is not None and os.environ.get("RANK") == "0":
         traced.export_chrome_trace(str(trace))
     on_cpu = torch.autograd.DeviceType.CPU
     kernels = [
@@ -378,7 +391,8 @@ def main() -> int:
             continue
         print(
             f"{peer}: {r['tokens_per_second_per_device']:,.0f} tokens/s/device, "
-            f"{1e3 * r['step_seconds']:.1f} ms a step, {r['peak_gb'] or 0:.1f} GB, "
+            f"{1e3 * r['step_seconds']:.1f} ms a step "
+            f"({1e3 * r['issue_seconds']:.1f} to issue), {r['peak_gb'] or 0:.1f} GB, "
             f"loss {r['losses'][0]:.4f}, first step {r['first_step_seconds']:.1f} s"
         )
         for row in r.get("profile", {}).get("kernels", [])[:25]:

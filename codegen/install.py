@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 from analyzers.errors import InputError
 from analyzers.schema import BANKS, FORWARD
 from codegen.load import LoadedKernel
-from codegen.sites import BESIDE, CALLS, FORGET_GATES, FORWARDS, Kernels, raw_forward
+from codegen.sites import (
+    BESIDE,
+    CALLS,
+    FORGET_GATES,
+    FORWARDS,
+    Kernels,
+    delta_attention,
+    is_delta_attention,
+    raw_forward,
+)
 from codegen.sites.calls import attention
 
 if TYPE_CHECKING:
@@ -118,7 +127,11 @@ def _replacement(module: nn.Module, functions: Mapping[str, list[LoadedKernel]])
         forward.__closure__,
     )
     bound.__kwdefaults__ = forward.__kwdefaults__
-    return types.MethodType(bound, module)
+    method = types.MethodType(bound, module)
+    here = {k[0].kernel.operator: Kernels(k) for k in functions.values()}
+    if here.keys() == {"kda", "short_convolution"} and is_delta_attention(module):
+        return delta_attention(module, here["kda"], here["short_convolution"], method)
+    return method
 
 
 def _raw_gate(module: nn.Module, functions: Mapping[str, list[LoadedKernel]]) -> nn.Module | None:

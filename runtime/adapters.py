@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from analyzers.errors import InputError
 from analyzers.structure import decoder_layers
@@ -49,10 +51,50 @@ class LoraLinear(nn.Linear):
     lora_dropout: float
 
     def forward(self, input: Tensor) -> Tensor:
-        kept = nn.functional.dropout(input, self.lora_dropout, self.training)
-        low = nn.functional.linear(kept, self.lora_A.to(input.dtype))
-        delta = nn.functional.linear(low, self.lora_B.to(input.dtype))
-        return super().forward(input) + delta * self.lora_scale
+        x_NF = input.reshape(-1, input.shape[-1])
+        dropped = self.training and self.lora_dropout > 0
+        kept_NF = F.dropout(x_NF, self.lora_dropout) if dropped else x_NF
+        factors = self.lora_A, self.lora_B, self.lora_scale
+        y_NO = _LowRank.apply(x_NF, kept_NF, self.weight, self.bias, *factors)
+        return y_NO.view(*input.shape[:-1], y_NO.shape[-1])  # type: ignore[union-attr]
+
+
+class _LowRank(torch.autograd.Function):
+    """The low-rank products are added inside of matrix products, to what the base layer gave and to
+    the gradient that goes through it: neither is read or written once more."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_NF: Tensor,
+        kept_NF: Tensor,
+        w_OF: Tensor,
+        bias_O: Tensor | None,
+        a_rF: Tensor,
+        b_Or: Tensor,
+        scale: float,
+    ) -> Tensor:
+        a, b = a_rF.to(x_NF.dtype), b_Or.to(x_NF.dtype)
+        low_Nr = kept_NF @ a.t()
+        ctx.save_for_backward(kept_NF, w_OF, a, b, low_Nr)
+        ctx.scale, ctx.dropped, ctx.dtype = scale, kept_NF is not x_NF, a_rF.dtype
+        return F.linear(x_NF, w_OF, bias_O).addmm_(low_Nr, b.t(), alpha=scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
+        kept_NF, w_OF, a, b, low_Nr = ctx.saved_tensors
+        grad_low_Nr = (grad_NO @ b).mul_(ctx.scale)
+        grad_a = (grad_low_Nr.t() @ kept_NF).to(ctx.dtype)
+        grad_b = (grad_NO.t() @ low_Nr).to(ctx.dtype).mul_(ctx.scale)
+        grad_x = grad_kept = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad_NO @ w_OF
+            if ctx.dropped:
+                grad_kept = grad_low_Nr @ a
+            else:
+                grad_x.addmm_(grad_low_Nr, a)
+        return grad_x, grad_kept, None, None, grad_a, grad_b, None
 
 
 def is_adapter(name: str) -> bool:

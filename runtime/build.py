@@ -17,6 +17,7 @@ from analyzers.schema import ModelAnalysis
 from runtime.adapters import initialise_adapters, insert_adapters
 from runtime.experts import use_own_experts
 from runtime.experts.lists import stack_expert_lists
+from runtime.norms import use_fused_norms
 from runtime.packed import keep_packed
 from runtime.packing import Dataset, load_dataset
 from runtime.peft_format import load_adapter
@@ -94,6 +95,7 @@ def build_model(
     if documents.plan.expert_weight_format == "mxfp4":
         keep_packed(model)
     if sharded:
+        use_fused_norms(model)
         parallelize(model, documents.plan)
     else:
         keep_float32(model)

@@ -84,7 +84,10 @@ def replicas_equal(model: nn.Module) -> Check:
     """After two updates, whatever several ranks hold alike is bit-equal: shards of `dp_replicate`
     copies, buffers, and full factors as each rank gathers them. (With B = 0 the first update looks
     right even when ranks train their own copies.)"""
-    plain = [n for n, p in adapter_parameters(model).items() if not isinstance(p, DTensor)]
+    sharded = dist.get_world_size() > 1
+    plain = [
+        n for n, p in adapter_parameters(model).items() if sharded and not isinstance(p, DTensor)
+    ]
     mine: dict[str, str] = {}
     for name, parameter in adapter_parameters(model).items():
         mine[f"full {name}"] = tensor_digest(whole(parameter))

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-CHUNK_LOGITS = 2**27
-"""Logits that exist at once: half a GiB in float32."""
+from strategies.workload import LOSS_CHUNK
+
+TILE = 256
 PROBE_TOKENS = 8
 METHOD = "cross_entropy_sum"
 
@@ -43,20 +44,14 @@ class _CrossEntropySum(torch.autograd.Function):
     ) -> Tensor:
         total = h_ND.new_zeros((), dtype=torch.float32)
         grad_ND = torch.empty_like(h_ND) if ctx.needs_input_grad[0] else None
-        chunk = max(1, CHUNK_LOGITS // w_VD.shape[0])
-        for start in range(0, h_ND.shape[0], chunk):
-            part = slice(start, start + chunk)
-            z_CV = head.logits(F.linear(h_ND[part], w_VD, b_V))
-            target_C1 = target_N[part].unsqueeze(1)
-            log_CV = z_CV.log_softmax(1, dtype=torch.float32)
-            total -= log_CV.gather(1, target_C1).sum()
-            if grad_ND is not None:
-                g_CV = log_CV.exp_()
-                minus_C1 = g_CV.new_full((), -1.0).expand_as(target_C1)
-                g_CV.scatter_add_(1, target_C1, minus_C1)
-                if (slope := _slope(head, z_CV)) is not None:
-                    g_CV.mul_(slope)
-                grad_ND[part] = g_CV.to(h_ND.dtype) @ w_VD
+        loss = _compiled_loss if h_ND.device.type == "cuda" else chunk_loss
+        for start in range(0, h_ND.shape[0], chunk_tokens(w_VD.shape[0])):
+            part = slice(start, start + chunk_tokens(w_VD.shape[0]))
+            x_CV = F.linear(h_ND[part], w_VD, b_V)
+            sum_, g_CV = loss(x_CV, target_N[part], head.scale, head.cap, grad_ND is not None)
+            total += sum_
+            if grad_ND is not None and g_CV is not None:
+                torch.mm(g_CV, w_VD, out=grad_ND[part])
         ctx.save_for_backward(grad_ND)
         return total
 
@@ -66,11 +61,31 @@ class _CrossEntropySum(torch.autograd.Function):
         return (grad * grad_ND.float()).to(grad_ND.dtype), None, None, None, None
 
 
-def _slope(head: Head, z_CV: Tensor) -> Tensor | float | None:
-    """Of the logits by what the linear layer gives."""
-    if head.cap is not None:
-        return head.scale * (1 - (z_CV.float() / head.cap).square())
-    return None if head.scale == 1.0 else head.scale
+def chunk_tokens(vocabulary: int) -> int:
+    """Tokens of a chunk; whole tiles of a matrix product where there are several."""
+    tokens = max(1, LOSS_CHUNK // vocabulary)
+    return tokens if tokens < TILE else tokens // TILE * TILE
+
+
+def chunk_loss(
+    x_CV: Tensor, target_C: Tensor, scale: float, cap: float | None, gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Sum of the cross entropy of a head's logits, float32, and its gradient by what the head's
+    linear layer gave, in the dtype of that."""
+    z_CV = Head(scale, cap).logits(x_CV).float()
+    log_CV = z_CV - z_CV.logsumexp(1, keepdim=True)
+    loss = -log_CV.gather(1, target_C.unsqueeze(1)).sum()
+    if not gradient:
+        return loss, None
+    right_CV = torch.arange(z_CV.shape[1], device=z_CV.device) == target_C.unsqueeze(1)
+    g_CV = log_CV.exp() - right_CV.float()
+    if cap is not None:
+        g_CV = g_CV * (1 - (z_CV / cap).square())
+    return loss, (g_CV if scale == 1.0 else g_CV * scale).to(x_CV.dtype)
+
+
+_compiled_loss = torch.compile(chunk_loss)
+"""Two passes over the logits, where single operations make ten."""
 
 
 def cross_entropy_sum(

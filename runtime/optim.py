@@ -21,6 +21,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: Optimizer) -> to
     groups: dict[tuple[object, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault((_layout(parameter), parameter.ndim > 1), []).append(parameter)
+    fused = all(p.device.type != "cpu" for group in groups.values() for p in group)
     return torch.optim.AdamW(
         [
             {"params": group, "weight_decay": config.weight_decay if decays else 0.0}
@@ -29,7 +30,8 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: Optimizer) -> to
         lr=config.learning_rate,
         betas=config.betas,
         eps=config.epsilon,
-        foreach=True,
+        fused=fused,
+        foreach=not fused,
     )
 
 

@@ -124,9 +124,10 @@ def device_type() -> str:
 def parallelize(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
     """Shards `model`, in place, as `plan` says; adapters must already be in it.
 
-    The model may lie on the meta device. Gradients are summed over ranks, never averaged: the loss
-    is divided by the token count of the global batch instead, which is right for experts and the
-    rest alike. Raises InputError when the plan does not fit the model or the running ranks.
+    The model may lie on the meta device; for one rank it keeps plain tensors. Gradients are summed
+    over ranks, never averaged: the loss is divided by the token count of the global batch instead,
+    which is right for experts and the rest alike. Raises InputError when the plan does not fit the
+    model or the running ranks.
     """
     meshes = build_meshes(plan)
     keep_float32(model)
@@ -145,14 +146,22 @@ def parallelize(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
         experts.dispatcher = _dispatcher(plan, meshes, limiters.get(name))
         if plan.expert_copies:
             experts.copies = Copies(experts, meshes.ep.get_group(), meshes.fsdp.get_group("fsdp"))
+        if plan.world_size == 1:
+            continue  # FSDP would copy every weight of a layer each time it is used
         if meshes.efsdp.size() > 1:
             _shard(experts, meshes.efsdp, plan.reshard_after_forward)
         elif plan.parallelism.ep > 1:
             # Nothing left to gather: the experts stay out of FSDP, as DTensors on `ep` alone.
             own_groups |= set(experts.parameters(recurse=False))
+    if plan.world_size > 1:
+        _shard_layers(model, plan, meshes, own_groups)
+    return model
+
+
+def _shard_layers(model: nn.Module, plan: Plan, meshes: Meshes, own: set[nn.Parameter]) -> None:
     for layer in decoder_layers(model)[1]:
-        _shard(layer, meshes.fsdp, plan.reshard_after_forward, own_groups)
-    _shard(model, meshes.fsdp, False, own_groups)
+        _shard(layer, meshes.fsdp, plan.reshard_after_forward, own)
+    _shard(model, meshes.fsdp, False, own)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -160,7 +169,6 @@ def parallelize(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
             module.set_force_sum_reduction_for_comms(True)
             if hasattr(module, "set_reduce_scatter_unused_params"):  # not in torch 2.11
                 module.set_reduce_scatter_unused_params(True)
-    return model
 
 
 def _own_experts(name: str, experts: Any, mesh: DeviceMesh) -> None:

@@ -19,6 +19,7 @@ from runtime.checkpoints import Checkpoints, Run
 from runtime.evaluation import evaluate, set_apart
 from runtime.experts.copies import Balancer
 from runtime.flops import ModelFlops, peak_flops
+from runtime.garbage import collect_between_steps, collect_if_due
 from runtime.loss import fuse_head
 from runtime.metrics import MetricsLog, check_tensorboard, peak_memory_gib, peak_reserved_gib
 from runtime.optim import build_optimizer, clip_gradients, learning_rate
@@ -172,6 +173,7 @@ def train_rank(documents: Documents, device: torch.device, *, profile_steps: int
     traced = range(begin, begin + profile_steps if dist.get_rank() == 0 else begin)
     profile = StepProfile(run_dir / "train" / "profile", traced, device)
     training.evaluate_if_due(training.first)
+    collect_between_steps()
     for step in range(training.first, job.steps):
         profile.begin(step)
         metrics = training.step(step)
@@ -190,6 +192,7 @@ def train_rank(documents: Documents, device: torch.device, *, profile_steps: int
             dist.barrier()  # no rank ends, and takes the others with it, before all is written
             raise StoppedError(f"stopped after step {step + 1} of {job.steps}, which is saved")
         training.evaluate_if_due(step + 1)
+        collect_if_due(step)
     training.checkpoints.finish()
     if training.log is not None:
         training.log.close()

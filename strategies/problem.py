@@ -13,7 +13,7 @@ from strategies.cost.routing import Routing
 from strategies.pricing import CostModel
 from strategies.schema import Job, Parallelism
 from strategies.space import FEATURES, Model, Space, divisors, make_space, model_of
-from strategies.workload import PART_OF_TARGET, Workload, workload
+from strategies.workload import LOSS_CHUNK, PART_OF_TARGET, Workload, workload
 
 SKEW = ("capacity", "copies")
 """Features that change nothing while routing is even: they are searched where it is not."""
@@ -82,7 +82,8 @@ def make_problem(
     fixed = {**job.fixed, **(fixed or {})}
     _check_job(analysis, job)
     routing = Routing(job.routing.exponent, tuple(job.routing.loads))
-    work = workload(analysis, job.lora, training=job.training, routing=routing)
+    chunk = LOSS_CHUNK if job.training == "lora" else None  # of the runtime that the plan is for
+    work = workload(analysis, job.lora, training=job.training, loss_chunk=chunk, routing=routing)
     check_features(allow)
     _check_adapters(work, job)
     model = model_of(analysis)

@@ -34,6 +34,8 @@ CLAMP_BYTES, CLAMP_BYTES_BACKWARD = 8.0, 10.0
 """Moved for one input of a clamped gate: clamped (2 + 2) and joined (2 + 2); backward masks (4 + 2)
 and joins (2 + 2). `weighted_bias_quick_geglu_impl` of Megatron-Core, fusions/fused_bias_geglu.py;
 of the models here those with biased experts clamp."""
+LOSS_CHUNK = 2**27
+"""Logits that the runtime holds at once: a quarter of a GiB in bf16."""
 DEFAULT_CALLS = 40
 """Kernels of one layer's forward where the analysis lists no operators."""
 
@@ -151,6 +153,9 @@ class Workload:
     """Of what is trained."""
     loss_size: int = 4
     """Bytes of an entry of the log-softmax: 2 where the loss is not taken in float32."""
+    loss_chunk: int | None = None
+    """Logits that exist at once, where a frozen head and the loss go through the tokens in chunks;
+    None where all do."""
     prefetch: bool = True
     """The next layer's weights are gathered while one computes, as FSDP2 does. A loop over layers
     that XLA compiles keeps collectives in the iteration that needs them: its pipelining of
@@ -200,6 +205,7 @@ def workload(
     precision: Precision = "bf16",
     state: State = FLOAT32_STATE,
     loss_size: int = 4,
+    loss_chunk: int | None = None,
     prefetch: bool = True,
     reduces_last: bool = False,
     static_shapes: bool = False,
@@ -237,6 +243,7 @@ def workload(
         precision=precision,
         state=state,
         loss_size=loss_size,
+        loss_chunk=loss_chunk,
         prefetch=prefetch,
         reduces_last=reduces_last,
         static_shapes=static_shapes,

@@ -6,8 +6,17 @@ whole forward is replaced.
 """
 
 from codegen.sites.calls import BESIDE, CALLS
-from codegen.sites.forwards import FORWARDS
+from codegen.sites.forwards import FORWARDS, delta_attention, is_delta_attention
 from codegen.sites.gates import FORGET_GATES, raw_forward
 from codegen.sites.kernels import Kernels
 
-__all__ = ["BESIDE", "CALLS", "FORGET_GATES", "FORWARDS", "Kernels", "raw_forward"]
+__all__ = [
+    "BESIDE",
+    "CALLS",
+    "FORGET_GATES",
+    "FORWARDS",
+    "Kernels",
+    "delta_attention",
+    "is_delta_attention",
+    "raw_forward",
+]

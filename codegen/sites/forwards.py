@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from codegen.sites.calls import attention
 from codegen.sites.kernels import Kernels
 from codegen.sites.packing import document_limits
 
@@ -71,6 +72,61 @@ def gated_rms_norm(module: Any, kernels: Kernels) -> Callable:
         return kernel(hidden_states, module.weight, gate, group_size=group_size, **options)
 
     return forward
+
+
+def delta_attention(
+    module: Any, recurrence: Kernels, convolution: Kernels, own: Callable
+) -> Callable:
+    """The forward of Kimi delta attention over whole sequences, as training has them.
+
+    The models join q, k and v for one convolution, cut its result, and take them apart again; the
+    kernel convolves three arrays as they are, which saves a dozen copies of them. With a cache or
+    padding the forward is `own`.
+    """
+    attend = attention(recurrence, own)
+    convolve = convolution.of(kernel_size=module.conv_kernel_size)
+    projections = module.q_proj, module.k_proj, module.v_proj
+
+    def forward(
+        hidden_states: Tensor,
+        cache: Any = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if cache is not None or attention_mask is not None:
+            return own(hidden_states, cache=cache, attention_mask=attention_mask, **kwargs)
+        limits = document_limits(kwargs)
+        qkv, _ = convolve(
+            [project(hidden_states) for project in projections],
+            module.conv1d.weight.squeeze(1),
+            module.conv1d.bias,
+            activation=module.activation,
+            cu_seqlens=limits,
+        )
+        o, _ = attend(
+            *(x.unflatten(-1, (-1, module.head_dim)) for x in qkv),
+            g=module.forget_gate(hidden_states),
+            beta=module.b_proj(hidden_states).float().sigmoid(),
+            use_qk_l2norm_in_kernel=True,
+            cu_seqlens=limits,
+        )
+        gate = (
+            module.g_proj(hidden_states)
+            if hasattr(module, "g_proj")
+            else module.g_b_proj(module.g_a_proj(hidden_states))
+        )
+        o = module.o_norm(o, gate.unflatten(-1, (-1, module.head_dim)))
+        return module.o_proj(o.flatten(2))
+
+    return forward
+
+
+def is_delta_attention(module: Any) -> bool:
+    """Whether a module has the parts that `delta_attention` calls."""
+    parts = ("q_proj", "k_proj", "v_proj", "conv1d", "b_proj", "o_norm", "o_proj", "forget_gate")
+    gates = hasattr(module, "g_proj") or hasattr(module, "g_a_proj")
+    silu = getattr(module, "activation", "") in ("silu", "swish")
+    return gates and silu and all(hasattr(module, part) for part in parts)
 
 
 FORWARDS: dict[str, Callable[[Any, Kernels], Callable]] = {

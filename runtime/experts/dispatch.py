@@ -293,7 +293,9 @@ class _Going:
             else self.rows_G.cumsum(0) - self.rows_G
         )
         # Ordered by rank, then token; what does not travel is written to one place beyond the end.
-        place_TG = torch.where(self.goes_TG, first_G + self.goes_TG.cumsum(0) - 1, rows)
+        # Sums along the last axis: those along the first are slow on GPUs.
+        before_TG = self.goes_TG.T.contiguous().cumsum(1).T
+        place_TG = torch.where(self.goes_TG, first_G + before_TG - 1, rows)
         cell_TG = torch.arange(tokens * ranks, device=place_TG.device).view(tokens, ranks)
         cell_S = place_TG.new_full((rows + 1,), tokens * ranks)
         cell_S[place_TG] = cell_TG

@@ -50,7 +50,7 @@ NOT_COMPUTED = ("vision", "embedding")
 """Images are no part of a job, and a lookup is priced as nothing."""
 LOSS_BYTES = 6
 """Moved for a token and vocabulary entry: logits written and read as bf16, gradient written;
-besides, the log-softmax is written and read."""
+besides, the log-softmax is written and read, or, in chunks, the logits are read twice."""
 NONE, SELECTIVE, FULL = (RECOMPUTATION.index(n) for n in ("none", "selective", "full"))
 
 
@@ -291,6 +291,6 @@ def head_seconds(work: Workload, c: Candidates, known: Rates, k: Constants) -> C
     rate = known.bf16_matmul * k.matmul_share
     once = tokens * work.head.flops / c.tp / rate
     products = 3 if work.training == "full" else 2
-    moved = LOSS_BYTES + 2 * work.loss_size
+    moved = LOSS_BYTES + (2 if work.loss_chunk is not None else 2 * work.loss_size)
     loss = tokens * work.vocab_size / c.tp * moved * size / (known.bandwidth * k.memory_share)
     return products * once + loss

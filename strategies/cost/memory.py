@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 LOGIT_BYTES = 4
 """Per token and vocabulary entry: logits and their gradient in bf16, besides the log-softmax and
-its gradient. In float32 this makes three copies of 4."""
+its gradient. In float32 this makes three copies of 4. In chunks, one kernel keeps only the former.
+"""
 BLOCKS_IN_FLIGHT = 2
 """The block that computes and the one that is prefetched."""
 FRAGMENTATION = 0.05
@@ -91,7 +92,10 @@ def memory(
     optimizer = np.where(offloaded(c, optimizer, cluster), 0.0, optimizer)
     unsharded = _unsharded(work, c, size, stages)
     kept, block = _activations(work, c, size, stages, load, k)
-    logits = c.tokens * work.vocab_size / c.tp * float(LOGIT_BYTES + 2 * work.loss_size)
+    entries = c.tokens * work.vocab_size / c.tp
+    logits = entries * float(LOGIT_BYTES + 2 * work.loss_size)
+    if work.loss_chunk is not None:
+        logits = np.minimum(entries, float(work.loss_chunk)) * LOGIT_BYTES
     # Gradients of the first micro-batch come as its activations go: both are never there in full.
     fresh = c.shard_parameters & (c.gradient_accumulation == 1) & (c.pp == 1)
     activations = block + np.where(fresh, np.maximum(kept - gradients, 0.0), kept)

@@ -29,7 +29,7 @@ def plain(h, w, b, target, head):
 @pytest.mark.parametrize("head", HEADS, ids=str)
 @pytest.mark.parametrize("tokens", [0, 1, 7, 40])
 def test_chunks_equal_all_logits_at_once(head, tokens, monkeypatch):
-    monkeypatch.setattr(runtime.loss, "CHUNK_LOGITS", 16 * 100)  # chunks of 16 tokens
+    monkeypatch.setattr(runtime.loss, "LOSS_CHUNK", 16 * 100)  # chunks of 16 tokens
     torch.manual_seed(0)
     h, w, b = (torch.randn(*s, dtype=torch.float64) for s in ((tokens, 12), (100, 12), (100,)))
     h.requires_grad_()
@@ -44,7 +44,7 @@ def test_chunks_equal_all_logits_at_once(head, tokens, monkeypatch):
 
 
 def test_no_more_logits_exist_than_a_chunk_has(monkeypatch):
-    monkeypatch.setattr(runtime.loss, "CHUNK_LOGITS", 1 << 14)
+    monkeypatch.setattr(runtime.loss, "LOSS_CHUNK", 1 << 14)
     h = torch.randn(512, 16, requires_grad=True)
     w, target = torch.randn(1024, 16), torch.randint(0, 1024, (512,))
     largest = 0
