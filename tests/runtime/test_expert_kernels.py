@@ -103,7 +103,8 @@ def test_the_kernel_is_checked_on_a_plain_model(adapted, monkeypatch):
     assert not any("lora_" in key for m in model.modules() for key in vars(m))
 
 
-def test_the_gate_of_kimi_k3_is_in_the_kernel(tmp_path):
+@pytest.mark.parametrize("packed", [False, True], ids=["", "mxfp4"])
+def test_the_gate_of_kimi_k3_is_in_the_kernel(tmp_path, packed):
     from analyzers.models import load_config
     from analyzers.models.kimi_k3.modeling_kimi_k3 import KimiK3Experts
     from analyzers.schema import BANKS
@@ -112,6 +113,7 @@ def test_the_gate_of_kimi_k3_is_in_the_kernel(tmp_path):
     from runtime.experts.activations import activation_of
     from runtime.experts.fan import Pairs
     from runtime.experts.stacked import adapted_linear
+    from runtime.packed import keep_packed
 
     torch.manual_seed(0)
     config = load_config("examples/models/tiny-kimi-k3").get_text_config(decoder=True)
@@ -121,13 +123,17 @@ def test_the_gate_of_kimi_k3_is_in_the_kernel(tmp_path):
     experts.lora_gate_up_proj_A = torch.nn.Parameter(torch.randn(count, 3, ins))
     experts.lora_gate_up_proj_B = torch.nn.Parameter(torch.randn(count, outs, 3))
     experts.lora_scale, experts.lora_dropout = 0.5, 0.0
+    if packed:
+        keep_packed(torch.nn.ModuleDict({"experts": experts}))
+        experts.gate_up_proj_codes.data.random_(256)
+        experts.gate_up_proj_scales.data.random_(120, 127)
     pairs = Pairs.of(torch.randint(count, (40, 1)), count, 40)
     x, activation = torch.randn(40, ins), activation_of(experts)
     assert activation.name == "situ"
     want = adapted_linear(experts, "gate_up_proj", x, pairs, activation)
     made = render(load_members()["grouped_lora"], load_backend("cpu"), {})
     (tmp_path / made.module).write_text(made.files[made.module], "utf-8")
-    kernel = import_file(tmp_path / made.module, "kernel_of_kimi_k3").grouped_lora
+    kernel = import_file(tmp_path / made.module, f"kernel_of_kimi_k3_{packed}").grouped_lora
     setattr(experts, BANKS, kernel)
     found = adapted_linear(experts, "gate_up_proj", x, pairs, activation)
     assert found.shape == (40, outs // 2)
