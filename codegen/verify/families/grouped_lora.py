@@ -121,7 +121,9 @@ def cases(shape: Shape) -> list[Case]:
         # More than one partial sum of the factor's gradient.
         replace(plain, name="shared, many rows", lengths=(700, 400), shared=True),
         replace(plain, name="one expert", lengths=(C + 1,)),
-        replace(plain, name="one row", lengths=(0, 1, 0)),
+        # Gradients of one row are few numbers, of which the rounding of factors is the whole error:
+        # in half precision a few of them say nothing.
+        replace(plain, name="one row", lengths=(0, 1, 0), rank=33, features=(96, 128)),
         replace(plain, name="no rows", lengths=(0, 0)),
         replace(gated, name="no rows, gated", lengths=(0, 0)),
         replace(plain, name="no rows, shared", lengths=(0, 0), shared=True),
@@ -133,6 +135,6 @@ def cases(shape: Shape) -> list[Case]:
         replace(gated, name="strided inputs", strided=True),
         *future(gated, C // 2),
         other_order(plain),
-        other_order(replace(gated, name="gated, silu")),
+        replace(other_order(gated), name="gated, the other way round"),
         scaled(plain),
     ]
