@@ -97,6 +97,15 @@ def find_moes(layer: nn.Module, config: Any) -> list[Moe]:
     return sorted(found, key=lambda moe: moe.for_images or "attention" in moe.experts)
 
 
+def experts_of(model: nn.Module) -> dict[str, Any]:
+    """All modules of stacked experts, by name: those that run through transformers' registry, and
+    lists of experts that were stacked here.
+
+    Typed loosely: what transformers' decorator adds to them is not declared anywhere.
+    """
+    return {n: module for n, module in model.named_modules() if hasattr(module, "is_transposed")}
+
+
 def _moe(
     layer: nn.Module,
     path: str,

@@ -101,6 +101,8 @@ class Member:
     """Version range that the kernel is written for."""
     targets: list[str]
     """Triton targets that the template is written for."""
+    around: str | None = None
+    """Operator of the models beside which the runtime itself calls this one: it needs no site."""
 
     @property
     def rendered_for(self) -> list[str]:

@@ -25,6 +25,7 @@ from codegen.sites import (
     raw_forward,
 )
 from codegen.sites.calls import attention
+from codegen.sites.experts import around_experts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -37,13 +38,22 @@ class Binding:
 
     def __init__(self, modules: list[nn.Module]):
         self.modules = modules
+        """Those whose forward is replaced."""
+        self.given: list[tuple[nn.Module, str]] = []
+        """Those that the runtime finds a kernel in, and under which name."""
 
     def undo(self) -> None:
         """Gives every module its class's own forward back; a second call does nothing."""
         for module in self.modules:
             for name in (FORWARD, BANKS):
                 module.__dict__.pop(name, None)
-        self.modules = []
+        for module, name in self.given:
+            module.__dict__.pop(name, None)
+        self.modules, self.given = [], []
+
+    def __bool__(self) -> bool:
+        """Whether any kernel found its place."""
+        return bool(self.modules or self.given)
 
     def __enter__(self) -> Binding:
         return self
@@ -58,10 +68,12 @@ def bind(model: nn.Module, kernels: Iterable[LoadedKernel]) -> Binding:
     Where a kernel's site is a function, the module's forward is copied with other globals, in which
     the function's name stands for the kernel; where it is the module itself, its forward is
     replaced; stacked experts, whose forward is the runtime's, are given the kernel under the name
-    of the function. Kernels without a site are passed over. Raises InputError when no module of
-    that class is in the model, or when its forward no longer calls the function: the model would
-    silently run without the kernel.
+    of the function. A kernel that the runtime calls around experts becomes an attribute of every
+    experts module, named after the operator. Other kernels without a site are passed over. Raises
+    InputError when no module of that class is in the model, or when its forward no longer calls the
+    function: the model would silently run without the kernel.
     """
+    kernels = list(kernels)
     sites: dict[str, dict[str, list[LoadedKernel]]] = {}
     for loaded in kernels:
         site = loaded.kernel.site
@@ -70,6 +82,11 @@ def bind(model: nn.Module, kernels: Iterable[LoadedKernel]) -> Binding:
             at.setdefault(site.function, []).append(loaded)
     binding = Binding([])
     try:
+        for module, name, function in around_experts(model, kernels):
+            if name in module.__dict__:
+                raise InputError(type(module).__name__, fault=f"already has a kernel for {name}")
+            setattr(module, name, function)
+            binding.given.append((module, name))
         for class_name, functions in sites.items():
             found = [m for m in model.modules() if _is(m, class_name)]
             if not found:

@@ -1,6 +1,7 @@
-"""Families of the operators around a recurrence: the short convolution before, the norm after it.
+"""Families of operators over rows: the short convolution before a recurrence and the norm after it,
+the tokens that experts get and what they return.
 
-Both are bound by memory: a program works on a tile of rows, and what is tuned is the tile.
+All are bound by memory: a program works on a tile of rows, and what is tuned is the tile.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class RowTile:
     block: int
     """Channels of a row at most; a row that is normalised is always whole."""
     steps: int = 1
-    """Tokens, or tiles, that a program walks."""
+    """Tokens, or tiles, that a program walks; items that it loads at a time."""
     num_warps: int
     num_stages: int
 
@@ -69,5 +70,6 @@ class LayerSpec(Member):
 FAMILIES = {
     "short_convolution": LayerSpec,
     "gated_norm": LayerSpec,
+    "moe_route": LayerSpec,
     "grouped_lora": LayerSpec,
 }

@@ -13,7 +13,8 @@ from packaging.version import Version
 from analyzers.backends import Backend
 from analyzers.schema import ModelAnalysis, Operator
 from analyzers.support import ask
-from codegen.members import find_spec
+from codegen.family import Member
+from codegen.members import find_spec, load_members
 from codegen.schema import Decision, OperatorChoice, OperatorMap
 
 HOPPER = 90
@@ -73,13 +74,36 @@ def map_operators(
     analysis: ModelAnalysis, backend: Backend, *, prefer: Preference | None = None
 ) -> OperatorMap:
     """Decides for every operator of the model, in its order: native, existing, generated or
-    unsupported.
+    unsupported; then for those that the runtime calls around them.
 
     Where both would serve, a generated kernel goes before torch's own code and installed packages
     when it was measured to be faster there (`measured.yaml`); always or never with `prefer`.
     """
     choices = [_choose(operator, backend, prefer) for operator in analysis.operators]
+    names = {operator.name for operator in analysis.operators}
+    around = [member for member in load_members().values() if member.around in names]
+    choices += [_choose_around(member, backend, prefer) for member in around]
     return OperatorMap(backend=backend.name, operators=choices)
+
+
+def _choose_around(member: Member, backend: Backend, prefer: Preference | None) -> OperatorChoice:
+    """For an operator that the runtime has in torch's own code, which runs on any device."""
+    refused = member.refusal({}, backend)
+    faster = measurements().get(backend.name, {}).get(member.operator)
+    generated = refused is None and prefer != "existing" and bool(faster or prefer)
+    if generated:
+        reason = "generated kernels are preferred" if prefer else str(faster)
+    else:
+        reason = f"the runtime's own torch code runs on any device, around {member.around}"
+        reason += f"; the {member.family} family does not cover it: {refused}" if refused else ""
+    return OperatorChoice(
+        operator=member.operator,
+        backend=backend.name,
+        decision="generated" if generated else "native",
+        provider=f"codegen:{member.family}" if generated else "torch",
+        reason=reason,
+        evidence=f"codegen/families/{member.operator}.yaml",
+    )
 
 
 def _choose(operator: Operator, backend: Backend, prefer: Preference | None) -> OperatorChoice:

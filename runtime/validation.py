@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from analyzers.documents import write_document
+from analyzers.documents import read_document, write_document
 from analyzers.models import load_config, model_class
+from codegen.schema import KernelSet
 from runtime import checks
 from runtime.adapters import adapter_parameters
 from runtime.build import Documents, build_dataset, build_model, dtype_of, say
@@ -326,7 +327,13 @@ def _operators(proof: Proof, stock: PreTrainedModel | None) -> None:
         say("kernels against their references")
         folder = proof.documents.run_dir / "kernels"
         batch, dtype = proof.batches(0, 0)[0], dtype_of(proof.documents.plan)
-        proof.checks += operators_vs_reference(stock, folder, batch, proof.device, dtype)
+        found = operators_vs_reference(stock, folder, batch, proof.device, dtype)
+        proof.checks += found
+        told = {c.name for c in found}
+        for kernel in read_document(KernelSet, folder / "manifest.json").kernels:
+            name = f"operators_vs_reference_{kernel.operator}"
+            if name not in told:
+                proof.not_kept.append(f"{name}: transformers' own model has no place for it")
 
 
 def _peft(proof: Proof, stock: PreTrainedModel | None) -> None:

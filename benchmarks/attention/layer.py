@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from attention.measure import Job
     from attention.workload import Shape
     from codegen import LoadedKernel
+    from codegen.schema import OperatorChoice
 
 HIDDEN = 2304
 
@@ -158,11 +159,16 @@ def unproved_kernels(
     from codegen import LoadedKernel, map_operators
     from codegen.build import kernel_of, render_choice
     from codegen.load import import_file
+    from codegen.members import find_spec
     from codegen.tuning.records import known_records
+
+    def has_a_place(choice: OperatorChoice) -> bool:
+        member = find_spec(choice.operator)
+        return choice.site is not None or (member is not None and member.around is not None)
 
     records = known_records()
     choices = map_operators(analysis, backend, prefer="generated").operators
-    chosen = [c for c in choices if c.decision == "generated" and c.site is not None]
+    chosen = [c for c in choices if c.decision == "generated" and has_a_place(c)]
     kernels = []
     for choice in chosen:
         rendered = render_choice(choice, chosen, backend, records)

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_args
 
-from codegen.family import Strategy
+from codegen.family import Spec, Strategy
 from codegen.schema import Gate, KernelSet
 
 
@@ -92,23 +92,26 @@ def summary(table: list[Row]) -> str:
 
 def prove(
     operator: str,
-    widths: tuple[int, int],
+    attributes: dict[str, int],
     backend_name: str,
     dtypes: list[str] | None = None,
     interpret: bool = False,
     strategy: Strategy | None = None,
 ) -> list[Gate]:
     """Renders a kernel and proves it on the backend's device where it is here, else on the CPU;
-    or in the interpreter. `strategy` is the family's own unless one is named."""
+    or in the interpreter. `strategy`, of linear attention, is the family's own unless one is named.
+    """
     from analyzers.backends import load_backend
     from codegen.build import subject_of
-    from codegen.members import load_specs
+    from codegen.members import load_members
     from codegen.render import render
     from codegen.verify.harness import device_of, run_on
 
-    spec, backend = load_specs()[operator], load_backend(backend_name)
-    tile = strategy and spec.tile(backend, widths[0], strategy=strategy)
-    rendered = render(spec, backend, {"key_dim": widths[0], "value_dim": widths[1]}, tile=tile)
+    spec, backend = load_members()[operator], load_backend(backend_name)
+    tile = None
+    if strategy and isinstance(spec, Spec):
+        tile = spec.tile(backend, attributes["key_dim"], strategy=strategy)
+    rendered = render(spec, backend, attributes, tile=tile)
     device = None if interpret else device_of(backend)
     stage = "interpreter" if interpret else "device" if device else "cpu"
     with tempfile.TemporaryDirectory() as folder:
@@ -129,12 +132,19 @@ def complain(kernel: str, gates: list[Gate]) -> None:
 
 def main(arguments: list[str]) -> int:
     from analyzers.documents import read_document, write_text
+    from codegen.members import load_members
 
     parser = argparse.ArgumentParser(prog="python -m codegen.verify.table", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("manifests", nargs="*", type=Path)
     parser.add_argument("--prove", nargs="+", default=[], metavar="OPERATOR")
-    parser.add_argument("--widths", nargs="+", default=["128x128"], metavar="KxV")
+    parser.add_argument(
+        "--widths",
+        nargs="+",
+        default=["128x128"],
+        metavar="KxV",
+        help="what the kernel is rendered for; taps of a convolution",
+    )
     parser.add_argument("--backend", default="h200")
     parser.add_argument("--jobs", type=int, default=1, help="kernels proved at a time")
     parser.add_argument("--dtypes", nargs="+", help="all of the kernel's")
@@ -149,15 +159,18 @@ def main(arguments: list[str]) -> int:
             name = f"{path.parent.name}/{kernel.module}"
             proofs[name] = kernel.gates
             complain(name, kernel.gates)
-    wanted = [(operator, size) for operator in given.prove for size in given.widths]
+    names = {operator: load_members()[operator].rendered_for for operator in given.prove}
+    # One kernel serves all where it is rendered for nothing.
+    wanted = [(o, size) for o in given.prove for size in (given.widths if names[o] else [""])]
 
     def one(pair: tuple[str, str]) -> tuple[str, list[Gate]]:
         operator, size = pair
-        key_dim, value_dim = map(int, size.split("x"))
-        sizes = key_dim, value_dim
-        gates = prove(operator, sizes, given.backend, given.dtypes, given.interpret, given.strategy)
-        complain(" ".join(pair), gates)
-        return " ".join(pair), gates
+        sizes = map(int, size.split("x") if size else [])
+        shape = dict(zip(names[operator], sizes, strict=True))
+        gates = prove(operator, shape, given.backend, given.dtypes, given.interpret, given.strategy)
+        name = " ".join(filter(None, pair))
+        complain(name, gates)
+        return name, gates
 
     with ThreadPoolExecutor(given.jobs) as pool:
         proofs |= dict(pool.map(one, wanted))

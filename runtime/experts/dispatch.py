@@ -12,7 +12,7 @@ received, P (row, choice) pairs that this rank computes.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,18 +20,21 @@ import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.experts.fan import Fan, Pairs, tally
+from runtime.experts.fan import TORCH, Fan, Pairs, RowKernels, tally
 
 
 class Hop(Protocol):
     """One exchange between ranks, there and back."""
 
-    def there(self, x_TD: Tensor) -> Tensor:
+    sums: ClassVar[torch.dtype | None]
+    """Of the sums that go back: that of the tokens when None."""
+
+    def there(self, x_TD: Tensor, kernels: RowKernels) -> Tensor:
         """-> [R, D]"""
         ...
 
-    def back(self, sums_RD: Tensor, dtype: torch.dtype) -> Tensor:
-        """Float32 sums of this rank's experts -> float32 sums of all ranks' [T, D]."""
+    def back(self, sums_RD: Tensor, dtype: torch.dtype, kernels: RowKernels) -> Tensor:
+        """Sums of this rank's experts -> sums of all ranks' [T, D], in `dtype`."""
         ...
 
 
@@ -42,17 +45,20 @@ class Route:
     pairs: Pairs
     hops: tuple[Hop, ...] = ()
 
-    def dispatch(self, x_TD: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+    def dispatch(
+        self, x_TD: Tensor, weights_TK: Tensor, kernels: RowKernels = TORCH
+    ) -> tuple[Tensor, Tensor]:
         """-> tokens [P, D] in order of this rank's experts, and their weights [P]."""
         for hop in self.hops:
-            x_TD, weights_TK = hop.there(x_TD), hop.there(weights_TK)
-        return self.pairs.fan.spread(x_TD), self.pairs.weights(weights_TK)
+            x_TD, weights_TK = hop.there(x_TD, kernels), hop.there(weights_TK, kernels)
+        return self.pairs.fan.spread(x_TD, kernels), self.pairs.weights(weights_TK)
 
-    def combine(self, y_PD: Tensor, weights_P: Tensor) -> Tensor:
-        """-> float32 [T, D], weighted and summed over a token's choices."""
-        sums = self.pairs.fan.weighted_sums(y_PD, weights_P)
+    def combine(self, y_PD: Tensor, weights_P: Tensor, kernels: RowKernels = TORCH) -> Tensor:
+        """-> [T, D] in the dtype of y, weighted and summed over a token's choices in float32."""
+        first = self.hops[-1].sums if self.hops else None
+        sums = self.pairs.fan.collect(y_PD, weights_P, kernels, dtype=first)
         for hop in reversed(self.hops):
-            sums = hop.back(sums, y_PD.dtype)
+            sums = hop.back(sums, y_PD.dtype, kernels)
         return sums
 
 
@@ -220,12 +226,15 @@ class _Exchange:
     """Rows for each rank."""
     receive: list[int]
     """Rows from each rank."""
+    sums: ClassVar[torch.dtype | None] = None
 
-    def there(self, x_TD: Tensor) -> Tensor:
-        return exchange(self.fan.spread(x_TD), self.receive, self.send, self.group)
+    def there(self, x_TD: Tensor, kernels: RowKernels) -> Tensor:
+        x_SD = self.fan.spread(x_TD, kernels)
+        return exchange(x_SD, self.receive, self.send, self.group)
 
-    def back(self, sums_RD: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.fan.collect(exchange(sums_RD.to(dtype), self.send, self.receive, self.group))
+    def back(self, sums_RD: Tensor, dtype: torch.dtype, kernels: RowKernels) -> Tensor:
+        sums_SD = exchange(sums_RD, self.send, self.receive, self.group)
+        return self.fan.collect(sums_SD, kernels=kernels)
 
 
 def exchange(x: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -240,14 +249,15 @@ class _Gather:
     tokens: int
     rows: int
     """Of every rank, padding included."""
+    sums: ClassVar[torch.dtype | None] = torch.float32
 
-    def there(self, x_TD: Tensor) -> Tensor:
+    def there(self, x_TD: Tensor, kernels: RowKernels) -> Tensor:
         x_TD = F.pad(x_TD, (0, 0, 0, self.rows - self.tokens)).contiguous()
         return collectives.wait_tensor(collectives.all_gather_tensor_autograd(x_TD, 0, self.group))
 
-    def back(self, sums_RD: Tensor, dtype: torch.dtype) -> Tensor:
+    def back(self, sums_RD: Tensor, dtype: torch.dtype, kernels: RowKernels) -> Tensor:
         out = collectives.reduce_scatter_tensor_autograd(sums_RD, "sum", 0, self.group)
-        return collectives.wait_tensor(out)[: self.tokens]
+        return collectives.wait_tensor(out)[: self.tokens].to(dtype)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ of this rank, P (row, choice) pairs that this rank computes.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,6 +28,23 @@ def tally(ids: Tensor, kinds: int) -> Tensor:
 
 
 @dataclass(frozen=True)
+class RowKernels:
+    """What copies rows to items and sums items to rows: generated kernels, torch where there is
+    none."""
+
+    spread: Callable[..., Tensor] | None = None
+    combine: Callable[..., Tensor] | None = None
+
+    @classmethod
+    def of(cls, experts: Any) -> RowKernels:
+        """Those that `codegen.bind` gave an experts module."""
+        return cls(getattr(experts, "moe_spread", None), getattr(experts, "moe_combine", None))
+
+
+TORCH = RowKernels()
+
+
+@dataclass(frozen=True)
 class Fan:
     """Items made of sources, each source any number of times.
 
@@ -41,24 +59,39 @@ class Fan:
     """Items of each source; with `padded`, those of nothing come last."""
     padded: bool = False
 
-    def spread(self, x_ND: Tensor) -> Tensor:
+    @functools.cached_property
+    def offsets(self) -> Tensor:
+        """Where the items of each source begin in `by_source`, and where those of the last end."""
+        ends = self.counts.cumsum(0)
+        return F.pad(ends[:-1] if self.padded else ends, (1, 0))
+
+    def spread(self, x_ND: Tensor, kernels: RowKernels = TORCH) -> Tensor:
         """-> [I, D]; gradients are added in float32."""
+        if kernels.spread is not None:
+            return kernels.spread(x_ND, self.source, self.by_source, self.offsets)
         return _Spread.apply(x_ND, self)  # type: ignore
 
-    def collect(self, y_ID: Tensor) -> Tensor:
-        """-> float32 sums [N, D]"""
-        return _Collect.apply(y_ID, None, self)  # type: ignore
-
-    def weighted_sums(self, y_ID: Tensor, weights_I: Tensor) -> Tensor:
-        """-> float32 sums [N, D] of the items times their weights."""
-        return _Collect.apply(y_ID, weights_I, self)  # type: ignore
+    def collect(
+        self,
+        y_ID: Tensor,
+        weights_I: Tensor | None = None,
+        kernels: RowKernels = TORCH,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """-> sums [N, D] of the items, times their weights, in `dtype` (that of the items when
+        None); added in float32."""
+        if kernels.combine is not None:
+            ids = self.source, self.by_source, self.offsets
+            return kernels.combine(y_ID, weights_I, *ids, dtype=dtype)
+        return _Collect.apply(y_ID, weights_I, self, dtype or y_ID.dtype)  # type: ignore
 
     def take(self, x_ND: Tensor) -> Tensor:
         return (F.pad(x_ND, (0, 0, 0, 1)) if self.padded else x_ND)[self.source]
 
-    def sums(self, y_ID: Tensor, weights_I: Tensor | None = None) -> Tensor:
-        """Float32, added in the order of the items, so that the same call gives the same bits."""
-        out = y_ID.new_zeros(self.counts.shape[0], y_ID.shape[1], dtype=torch.float32)
+    def sums(self, y_ID: Tensor, weights_I: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Added in float32 in the order of the items, so that the same call gives the same bits."""
+        out = y_ID.new_zeros(self.counts.shape[0], y_ID.shape[1], dtype=dtype)
         if y_ID.numel():
             order = self.by_source
             scale = None if weights_I is None else weights_I.float()[order].unsqueeze(1)
@@ -86,35 +119,37 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         source, by_source, counts = ctx.saved_tensors
         fan = Fan(source, by_source, counts, ctx.padded)
-        return fan.sums(grad).to(ctx.dtype), None
+        return fan.sums(grad, None, ctx.dtype), None
 
 
 class _Collect(torch.autograd.Function):
     """The transpose of `_Spread`, with a weight an item."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, weights: Tensor | None, fan: Fan) -> Tensor:
+    def forward(
+        ctx: Any, y: Tensor, weights: Tensor | None, fan: Fan, dtype: torch.dtype
+    ) -> Tensor:
         weighted = () if weights is None else (y, weights)
         ctx.save_for_backward(fan.source, fan.by_source, fan.counts, *weighted)
         ctx.padded, ctx.dtype = fan.padded, y.dtype
-        return fan.sums(y, weights)
+        return fan.sums(y, weights, dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         source, by_source, counts, *weighted = ctx.saved_tensors
         fan = Fan(source, by_source, counts, ctx.padded)
         grad_y = fan.take(grad.to(ctx.dtype))
         if not weighted:
-            return grad_y, None, None
+            return grad_y, None, None, None
         y, weights = weighted
         grad_weights = None
         if ctx.needs_input_grad[1]:
-            grad_weights = grad.new_zeros(weights.shape)
+            grad_weights = grad.new_zeros(weights.shape, dtype=torch.float32)
             for g, part in zip(grad.split(COLUMNS, 1), y.split(COLUMNS, 1), strict=True):
-                grad_weights += (fan.take(g) * part).sum(1)
+                grad_weights += (fan.take(g).float() * part).sum(1)
             grad_weights = grad_weights.to(weights.dtype)
-        return grad_y.mul_(weights.unsqueeze(1)), grad_weights, None
+        return grad_y.mul_(weights.unsqueeze(1)), grad_weights, None, None
 
 
 class Held(Protocol):

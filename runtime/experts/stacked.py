@@ -23,7 +23,7 @@ from analyzers.schema import BANKS
 from runtime.experts.activations import NOTHING, Activation, activation_of
 from runtime.experts.capacity import Limiter
 from runtime.experts.dispatch import Local
-from runtime.experts.fan import Pairs, tally
+from runtime.experts.fan import Pairs, RowKernels, tally
 from runtime.experts.modules import experts_of
 from runtime.experts.replay import once
 
@@ -184,19 +184,20 @@ def dispatched(
         index_TK, weights_TK = limiter(index_TK, weights_TK, recorder.valid_T)
     recorder.add(experts, index_TK)
     dispatcher = getattr(experts, "dispatcher", None) or Local()
+    kernels = RowKernels.of(experts)
     copies: Copies | None = getattr(experts, "copies", None)
     if copies is None or copies.placement is None:
         route = once(lambda: dispatcher.route(index_TK, experts.num_experts))
-        x_PD, weights_P = route.dispatch(x_TD, weights_TK)
+        x_PD, weights_P = route.dispatch(x_TD, weights_TK, kernels)
         y_PD = compute(x_PD, route.pairs)
     else:
         places = copies.placement.places
         route = once(lambda: dispatcher.route(copies.places(index_TK), places))
-        x_PD, weights_P = route.dispatch(x_TD, weights_TK)
+        x_PD, weights_P = route.dispatch(x_TD, weights_TK, kernels)
         parts = route.pairs.split(copies.own, copies)
         rows = zip(x_PD.split([part.size for part in parts]), parts, strict=True)
         y_PD = torch.cat([compute(x, part) for x, part in rows])
-    return route.combine(y_PD, weights_P).to(x_TD.dtype)
+    return route.combine(y_PD, weights_P, kernels).to(x_TD.dtype)
 
 
 def use_own_experts(model: nn.Module) -> None:

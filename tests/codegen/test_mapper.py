@@ -173,3 +173,29 @@ def test_a_library_that_the_module_does_not_call_serves_nothing(fla):
     (choice,) = choose("h200", dataclasses.replace(operator("lightning"), site=site))
     assert choice.decision == "generated"
     assert "MiniMaxLightningAttention does not call chunk_lightning_attn" in choice.reason
+
+
+# --------------------------------------------------------------- what the runtime calls around some
+
+
+def around(backend, **kwargs):
+    choices = choose(backend, operator("experts"), operator("linear"), **kwargs)
+    assert [c.operator for c in choices] == ["experts", "linear", "moe_combine", "moe_spread"]
+    return choices[2:]
+
+
+def test_rows_of_experts_are_moved_by_torch_until_a_kernel_was_measured_faster(monkeypatch):
+    monkeypatch.setattr(mapper, "measurements", dict)
+    assert {(c.decision, c.provider) for c in around("h200")} == {("native", "torch")}
+    assert {c.decision for c in around("h200", prefer="generated")} == {"generated"}
+    found = {"h200": {"moe_combine": "5 times as fast as indexing"}}
+    monkeypatch.setattr(mapper, "measurements", lambda: found)
+    assert [c.decision for c in around("h200")] == ["generated", "native"]
+    assert {c.decision for c in around("h200", prefer="existing")} == {"native"}
+    assert {c.decision for c in around("h100")} == {"native"}  # measured elsewhere
+
+
+def test_a_target_without_row_kernels_keeps_torch():
+    for choice in around("ascend-910c", prefer="generated"):
+        assert choice.decision == "native"
+        assert "not npu" in choice.reason

@@ -5,6 +5,7 @@
 
 import json
 import sys
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from runtime.__main__ import leave
 from runtime.build import process_group
 from runtime.checks import distance
 from runtime.experts import dispatch
+from runtime.experts.fan import TORCH
+from tests.runtime.runs import row_kernels
 
 EXPERTS, CHOICES, WIDTH = 8, 4, 6
 
@@ -30,12 +33,12 @@ def routed(rank, skewed, tokens):
     return torch.randn(tokens, WIDTH), index, torch.rand(tokens, CHOICES)
 
 
-def through(dispatcher, x, index, weights, bank):
+def through(dispatcher, x, index, weights, bank, kernels=TORCH):
     """Expert e multiplies by row e of the bank; output and gradients, the bank's of this rank."""
     x, weights, bank = (t.clone().requires_grad_() for t in (x, weights, bank))
     route = dispatcher.route(index, EXPERTS)
-    x_PD, weights_P = route.dispatch(x, weights)
-    y = route.combine(torch.tanh(x_PD) * bank[route.pairs.expert_P], weights_P)
+    x_PD, weights_P = route.dispatch(x, weights, kernels)
+    y = route.combine(torch.tanh(x_PD) * bank[route.pairs.expert_P], weights_P, kernels)
     (y * torch.arange(1.0, WIDTH + 1)).square().sum().backward()
     return {"y": y.detach(), "x": x.grad, "weights": weights.grad, "bank": bank.grad}
 
@@ -57,7 +60,7 @@ def counting(sent):
         dispatch.exchange = plain
 
 
-def case(dispatcher, skewed, tokens):
+def case(dispatcher, skewed, tokens, kernels):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     share = EXPERTS // ranks
     bank = torch.linspace(0.5, 2.0, EXPERTS * WIDTH).view(EXPERTS, WIDTH)
@@ -67,12 +70,14 @@ def case(dispatcher, skewed, tokens):
     with counting(sent):
         found = through(dispatcher, x, index, weights, own)
     again = through(dispatcher, x, index, weights, own)
+    by_kernels = through(dispatcher, x, index, weights, own, kernels)
     expected = through(dispatch.Local(), x, index, weights, bank)
     dist.all_reduce(expected["bank"])
     expected["bank"] = expected["bank"][rank * share : (rank + 1) * share]
     owners = [{e // share for e in row} for row in index.tolist()]
     return {
         "apart": {name: distance(found[name], expected[name]) for name in found},
+        "kernels_apart": {name: distance(by_kernels[name], expected[name]) for name in found},
         "size": {name: float(expected[name].abs().sum()) for name in found},
         "again": all(torch.equal(found[name], again[name]) for name in found),
         "sent": sent,
@@ -96,6 +101,8 @@ def main():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rail", "node"))
         rail, node = mesh.get_group("rail"), mesh.get_group("node")
         # Buffers for 33 tokens, and room for all of them at each expert: nothing is dropped.
+        with tempfile.TemporaryDirectory() as folder:
+            kernels = row_kernels(Path(folder))
         for limit in (None, dispatch.Limit(33, 33)):
             kinds = {
                 "all_to_all": dispatch.AllToAll(world, limit),
@@ -104,10 +111,10 @@ def main():
             }
             for name, dispatcher in kinds.items():
                 name += "-limit" * (limit is not None)
-                results[name] = case(dispatcher, False, 33)
-                results[f"{name}-skewed"] = case(dispatcher, True, 33)
+                results[name] = case(dispatcher, False, 33, kernels)
+                results[f"{name}-skewed"] = case(dispatcher, True, 33, kernels)
                 for how, tokens in UNEVEN.items():
-                    results[f"{name}-{how}"] = case(dispatcher, False, tokens(rank))
+                    results[f"{name}-{how}"] = case(dispatcher, False, tokens(rank), kernels)
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, results)
         if rank == 0:

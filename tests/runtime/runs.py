@@ -68,7 +68,7 @@ def write_run(run_dir, model, plan, analysis, **job):
     return run_dir
 
 
-def write_kernels(run_dir, analysis, backend="cpu"):
+def write_kernels(run_dir, analysis, backend="cpu", prefer=None):
     """Rendered kernels with a manifest, unproved: the gates have tests of their own."""
     from unittest.mock import patch
 
@@ -79,9 +79,25 @@ def write_kernels(run_dir, analysis, backend="cpu"):
     target = load_backend(backend)
     rendered = Gate(name="rendered", passed=True, ran_on="", detail="no proof was asked for")
     with patch("codegen.verify.harness.verify", lambda *_: [rendered]):
-        return generate(
-            analysis, map_operators(analysis, target), target, run_dir / "kernels"
-        ).kernels
+        operators = map_operators(analysis, target, prefer=prefer)
+        return generate(analysis, operators, target, run_dir / "kernels").kernels
+
+
+def row_kernels(folder):
+    """The generated kernels that move the rows of experts, unproved, in their CPU form."""
+    from analyzers.backends import load_backend
+    from codegen.load import import_file
+    from codegen.members import load_members
+    from codegen.render import render
+    from runtime.experts.fan import RowKernels
+
+    found = []
+    for name in ("moe_spread", "moe_combine"):
+        rendered = render(load_members()[name], load_backend("cpu"), {})
+        path = folder / rendered.module
+        path.write_text(rendered.files[rendered.module], "utf-8")
+        found.append(getattr(import_file(path, f"{name}_of_{folder.name}"), name))
+    return RowKernels(*found)
 
 
 def save_small(model_type, folder, **changes):

@@ -12,7 +12,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from runtime.experts.capacity import Limiter
 from runtime.experts.dispatch import AllGather, AllToAll, Hierarchical, Limit, Local
-from tests.runtime.runs import torchrun
+from runtime.experts.fan import TORCH
+from tests.runtime.runs import row_kernels, torchrun
 
 KINDS = ["all_to_all", "hierarchical", "all_gather"]
 KINDS += [f"{kind}-limit" for kind in KINDS]
@@ -69,6 +70,7 @@ def test_output_and_gradients_are_those_of_one_process(ranks, case, what):
     # `weights`: a routing weight is used on another rank, its gradient must come home.
     for rank in ranks:
         assert rank[case]["apart"][what] <= 1e-6
+        assert rank[case]["kernels_apart"][what] <= 1e-6
     if not case.endswith("nobody"):
         assert sum(rank[case]["size"][what] for rank in ranks) > 0.1
 
@@ -101,14 +103,14 @@ def test_local_is_the_plain_sum_over_choices(dispatcher):
         torch.testing.assert_close(got, want)
 
 
-def test_sums_are_float32_whatever_the_tokens_are():
-    # 257 is no bfloat16; adding 1 to 256 in bfloat16 gives 256.
+def test_tokens_are_added_in_float32_whatever_they_are_in():
+    # Adding 1 to 256 in bfloat16 gives 256, as often as one likes.
     x = torch.ones(1, 2, dtype=torch.bfloat16)
-    index, weights = torch.tensor([[0, 1]]), torch.tensor([[256.0, 1.0]])
-    route = Local().route(index, 2)
+    index, weights = torch.tensor([[0, 1, 2]]), torch.tensor([[256.0, 1.0, 1.0]])
+    route = Local().route(index, 3)
     y = route.combine(*route.dispatch(x, weights))
-    assert y.dtype == torch.float32
-    assert y.tolist() == [[257.0, 257.0]]
+    assert y.dtype == torch.bfloat16
+    assert y.tolist() == [[258.0, 258.0]]
 
 
 def test_more_tokens_than_buffers_are_for_are_refused():
@@ -127,10 +129,12 @@ def pretended_ranks():
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("rows", ["torch", "generated"])
 @pytest.mark.parametrize("kind", ["local", "all_to_all", "hierarchical", "all_gather"])
-def test_with_a_limit_the_host_waits_for_nothing(pretended_ranks, kind):
+def test_with_a_limit_the_host_waits_for_nothing(pretended_ranks, kind, rows, tmp_path):
     # Fake tensors have no values: whoever asks for one, or for a size that depends on one, fails.
     world, rail, node = pretended_ranks
+    kernels = TORCH if rows == "torch" else row_kernels(tmp_path)
 
     def step(limit):
         dispatcher = {
@@ -142,10 +146,9 @@ def test_with_a_limit_the_host_waits_for_nothing(pretended_ranks, kind):
         x = torch.randn(12, 6, requires_grad=True)
         weights = torch.rand(12, 4, requires_grad=True)
         route = dispatcher.route(torch.rand(12, 8).topk(4).indices, 8)
-        x_PD, weights_P = route.dispatch(x, weights)
-        route.combine(
-            torch.tanh(x_PD) * route.pairs.expert_P.unsqueeze(1), weights_P
-        ).sum().backward()
+        x_PD, weights_P = route.dispatch(x, weights, kernels)
+        y_PD = torch.tanh(x_PD) * route.pairs.expert_P.unsqueeze(1)
+        route.combine(y_PD, weights_P, kernels).sum().backward()
         return x.grad.shape, weights.grad.shape
 
     with FakeTensorMode():

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.experts import fan as module
-from runtime.experts.fan import Pairs, tally
+from runtime.experts.fan import TORCH, Pairs, tally
+from tests.runtime.runs import row_kernels
 
 
 @st.composite
@@ -19,9 +20,18 @@ def choices(draw):
     return ids, experts, draw(st.sampled_from([None, 0, 3]))
 
 
-@given(choices(), st.sampled_from([1, 3, 512]))
-def test_pairs_are_in_order_of_experts_and_sums_are_those_of_their_rows(case, columns):
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory):
+    return row_kernels(tmp_path_factory.mktemp("rows"))
+
+
+@settings(deadline=None)  # the first call of an operator takes longer
+@given(case=choices(), columns=st.sampled_from([1, 3, 512]), torch_alone=st.booleans())
+def test_pairs_are_in_order_of_experts_and_sums_are_those_of_their_rows(
+    generated, case, columns, torch_alone
+):
     ids, experts, spare = case
+    kernels = TORCH if torch_alone else generated
     here = int((ids < experts).sum())
     size, padded = (here, False) if spare is None else (min(here + spare, ids.numel()), True)
     with pytest.MonkeyPatch.context() as patch:
@@ -30,8 +40,8 @@ def test_pairs_are_in_order_of_experts_and_sums_are_those_of_their_rows(case, co
         x = torch.randn(len(ids), 4, dtype=torch.float32, requires_grad=True)
         weights = torch.rand(ids.shape, requires_grad=True)
         bank = torch.randn(experts + 1, 4)
-        y = pairs.fan.spread(x) * bank[pairs.expert_P]
-        sums = pairs.fan.weighted_sums(y, pairs.weights(weights))
+        y = pairs.fan.spread(x, kernels) * bank[pairs.expert_P]
+        sums = pairs.fan.collect(y, pairs.weights(weights), kernels, dtype=torch.float32)
         sums.square().sum().backward()
     counts = torch.bincount(ids.reshape(-1), minlength=experts + 1)[:experts].tolist()
     assert pairs.counts[:-1] == counts[:-1]
@@ -47,13 +57,15 @@ def test_pairs_are_in_order_of_experts_and_sums_are_those_of_their_rows(case, co
     torch.testing.assert_close(weights.grad, twin[1].grad, rtol=1e-4, atol=1e-5)
 
 
-def test_bfloat16_rows_are_weighted_and_added_in_float32():
+@pytest.mark.parametrize("kind", ["torch", "generated"])
+def test_bfloat16_rows_are_weighted_and_added_in_float32(generated, kind):
     torch.manual_seed(0)
+    kernels = TORCH if kind == "torch" else generated
     ids = torch.rand(64, 8).topk(4).indices
     pairs = Pairs.of(ids, 8, ids.numel())
     y = torch.randn(256, 600).bfloat16().requires_grad_()
     weights = torch.rand(64, 4, requires_grad=True)
-    sums = pairs.fan.weighted_sums(y, pairs.weights(weights))
+    sums = pairs.fan.collect(y, pairs.weights(weights), kernels, dtype=torch.float32)
     assert sums.dtype == torch.float32
     exact, exact_weights = y.detach().double().requires_grad_(), weights.detach().double()
     exact_weights.requires_grad_()
@@ -68,7 +80,8 @@ def test_bfloat16_rows_are_weighted_and_added_in_float32():
     torch.testing.assert_close(weights.grad.double(), exact_weights.grad, rtol=1e-4, atol=1e-4)
 
 
-def test_no_copy_of_all_rows_is_made_in_float32():
+@pytest.mark.parametrize("kind", ["torch", "generated"])
+def test_no_copy_of_all_rows_is_made_in_float32(generated, kind):
     # The weighted sum of many bfloat16 rows takes less than one float32 copy of them.
     rows, width = 4096, 2048
     ids = torch.arange(rows).view(-1, 8) % 16
@@ -87,7 +100,8 @@ def test_no_copy_of_all_rows_is_made_in_float32():
             return out
 
     with Watch():
-        pairs.fan.weighted_sums(y, pairs.weights(weights)).sum().backward()
+        kernels = TORCH if kind == "torch" else generated
+        pairs.fan.collect(y, pairs.weights(weights), kernels).sum().backward()
     assert largest <= rows * module.COLUMNS * 4
 
 

@@ -90,6 +90,28 @@ def test_where_the_whole_model_does_not_fit_each_lost_check_is_named(
     assert "tensor by tensor" in weights.detail
 
 
+ROWS = {f"operators_vs_reference_{name}" for name in ("moe_spread", "moe_combine")}
+
+
+def test_kernels_around_experts_are_proved_on_stock_experts(tmp_path, small_model, small_analysis):
+    write_run(tmp_path, small_model, plan_for(2, ep=2), small_analysis)
+    write_kernels(tmp_path, small_analysis, prefer="generated")
+    report = runtime.validate(tmp_path)
+    assert {c.name for c in report.checks} >= EXPECTED | ROWS
+    assert report.passed
+
+
+def test_kernels_that_experts_in_a_list_do_not_call_are_named(tmp_path):
+    model = EXAMPLES / "models" / "tiny-unseen-moe"
+    analysis = analyze(model, trust_remote_code=True)
+    write_run(tmp_path, model, plan_for(2, ep=2), analysis, trust_remote_code=True)
+    write_kernels(tmp_path, analysis, prefer="generated")
+    report = runtime.validate(tmp_path)
+    assert not ROWS & {c.name for c in report.checks}
+    assert report.passed
+    assert {line.partition(":")[0] for line in report.not_kept} >= ROWS
+
+
 def test_one_rank_proves_what_one_rank_can(tmp_path, small_model, small_analysis):
     write_run(tmp_path, small_model, plan_for(1), small_analysis)
     report = runtime.validate(tmp_path)
