@@ -95,7 +95,9 @@ def test_the_kernel_is_checked_on_a_plain_model(adapted, monkeypatch):
     model, loaded, folder = adapted
     kinds = [m.config._experts_implementation for m in experts_of(model).values()]
     monkeypatch.setattr("codegen.load_kernels", lambda folder: [loaded])
-    monkeypatch.setattr("runtime.operators.logits_of", lambda model, batch, device: model(IDS))
+    logits = torch.no_grad()(lambda model, batch, device: model(IDS))
+    monkeypatch.setattr("runtime.operators.logits_of", logits)
+    model.requires_grad_(True)  # as a plain model is
     cpu = torch.device("cpu")
     (check,) = operators_vs_reference(model, folder, None, cpu, torch.float32)  # type: ignore
     assert check.passed, check
