@@ -44,7 +44,7 @@ def keep_packed(model: nn.Module) -> None:
                 part = weight.new_empty(weight.shape[0], outs, columns, dtype=torch.uint8)
                 parameter = nn.Parameter(part, requires_grad=False)
                 experts.register_parameter(f"{bank}{suffix}", parameter)
-        experts.base_linear = packed_linear
+        experts.base_linear, experts.base_weight = packed_linear, packed_weight
 
 
 def bank_of(model: nn.Module, name: str) -> tuple[str, str] | None:
@@ -64,9 +64,15 @@ def unpacked(model: nn.Module, bank: str, codes: Tensor, scales: Tensor) -> Tens
     return weight.transpose(-2, -1).contiguous() if experts.is_transposed else weight
 
 
+def packed_weight(experts: Any, name: str, pairs: Pairs) -> dict[str, Tensor | None]:
+    """What `base_weight` is with plain weights."""
+    parts = {"base": CODES, "base_scales": SCALES}
+    return {part: weight_of(experts, f"{name}{suffix}", pairs) for part, suffix in parts.items()}
+
+
 def packed_linear(experts: Any, name: str, x_PF: Tensor, pairs: Pairs) -> Tensor:
-    """What `experts.base_linear` is with plain weights -> [P, O]."""
-    codes, scales = (weight_of(experts, f"{name}{suffix}", pairs) for suffix in (CODES, SCALES))
+    """What `base_linear` is with plain weights -> [P, O]."""
+    codes, scales = packed_weight(experts, name, pairs).values()
     return _PackedLinear.apply(x_PF, codes, scales, pairs)  # type: ignore
 
 

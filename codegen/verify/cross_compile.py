@@ -35,6 +35,7 @@ POINTERS = {
     torch.int64: "*i64",
     torch.int32: "*i32",
     torch.int8: "*i8",
+    torch.uint8: "*u8",
 }
 
 

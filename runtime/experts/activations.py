@@ -28,6 +28,8 @@ class Activation:
     """What generated kernels call it; None where they do not have it."""
     gated: bool = False
     """Whether that is the name of the gate's activation, which up is multiplied by."""
+    betas: tuple[float, float] | None = None
+    """Bounds of gate and up, in SiTU."""
 
 
 NOTHING = Activation(lambda x: x)
@@ -36,8 +38,10 @@ NOTHING = Activation(lambda x: x)
 def activation_of(experts: Any) -> Activation:
     """Of a module that transformers' decorator made an experts module.
 
-    A gate of the model's own code (clamped, interleaved, shifted) has no name.
+    Another gate of a model's own code (clamped, interleaved, shifted) has no name.
     """
+    if any(base.__name__ == "KimiK3Experts" for base in type(experts).__mro__):
+        return Activation(experts._apply_gate, "situ", gated=True, betas=experts.betas)
     name = NAMES.get(type(getattr(experts, "act_fn", None)).__name__)
     if not experts.has_gate:
         return Activation(experts.act_fn, name)

@@ -54,6 +54,14 @@ def base_linear(experts: Any, name: str, x_PF: Tensor, pairs: Pairs) -> Tensor:
     return grouped_linear(x_PF, w_LOF, pairs)
 
 
+def base_weight(experts: Any, name: str, pairs: Pairs) -> dict[str, Tensor]:
+    """The frozen bank `name` as the generated kernel is given it, by argument; experts that keep it
+    packed have a `base_weight` of their own."""
+    weight = weight_of(experts, name, pairs)
+    assert weight is not None
+    return {"base": weight.transpose(-2, -1) if experts.is_transposed else weight}
+
+
 def adapted_linear(
     experts: Any, name: str, x_PF: Tensor, pairs: Pairs, activation: Activation = NOTHING
 ) -> Tensor:
@@ -73,13 +81,9 @@ def adapted_linear(
 
 
 def _in_kernel(experts: Any, name: str) -> bool:
-    """Whether the generated kernel computes this bank: adapted, without dropout or packed
-    weights."""
-    return (
-        hasattr(experts, f"lora_{name}_B")
-        and not (experts.training and experts.lora_dropout)
-        and not hasattr(experts, "base_linear")
-    )
+    """Whether the generated kernel computes this bank: adapted, without dropout."""
+    adapted = hasattr(experts, f"lora_{name}_B")
+    return adapted and not (experts.training and experts.lora_dropout)
 
 
 def _by_kernel(
@@ -90,18 +94,17 @@ def _by_kernel(
     pairs: Pairs,
     activation: Activation,
 ) -> Tensor:
-    weight, b_LOr = (weight_of(experts, key, pairs) for key in (name, f"lora_{name}_B"))
-    assert weight is not None
     y_PO = kernel(
         x_PF,
         _first_factor(experts, name, pairs),
-        b_LOr,
-        base=weight.transpose(-2, -1) if experts.is_transposed else weight,
+        weight_of(experts, f"lora_{name}_B", pairs),
+        **getattr(experts, "base_weight", base_weight)(experts, name, pairs),
         base_bias=weight_of(experts, f"{name}_bias", pairs),
         offsets=pairs.offsets_L,
         scale=experts.lora_scale,
         activation=activation.name,
         gated=activation.gated,
+        betas=activation.betas,
     )
     return activation.function(y_PO) if activation.name is None else y_PO
 

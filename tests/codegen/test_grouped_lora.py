@@ -108,6 +108,12 @@ MUTATIONS = {
         "tl.store(at, x.to(ptr.dtype.element_ty), mask=mine[:, None] & (there | True)[None, :])",
         "usual",
     ),
+    "halves of a byte exchanged": (
+        "tl.interleave(_four_bits(byte & 15) * factor, _four_bits(byte >> 4)",
+        "tl.interleave(_four_bits(byte >> 4) * factor, _four_bits(byte & 15)",
+        "packed base weight",
+    ),
+    "half of the code one too large": ("small < 2", "small < 1", "packed base weight"),
     "partial sums lost": ("out.sum(0)", "out[0]", "shared, many rows"),
 }
 

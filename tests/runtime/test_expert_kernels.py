@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -56,7 +58,7 @@ def test_losses_and_gradients_are_those_of_the_torch_form(adapted, shared):
     model, loaded, _ = adapted
     lora = Lora(rank=3, alpha=6.0, targets=["routed_experts"], shared_a=shared)
     own = {name: set(module._parameters) for name, module in model.named_modules()}
-    insert_adapters(model, lora, analysis=None)
+    insert_adapters(model, lora, analysis=None)  # type: ignore[arg-type]
     try:
         initialise_adapters(model, seed=0)
         for name, parameter in model.named_parameters():
@@ -93,9 +95,48 @@ def test_the_kernel_is_checked_on_a_plain_model(adapted, monkeypatch):
     model, loaded, folder = adapted
     kinds = [m.config._experts_implementation for m in experts_of(model).values()]
     monkeypatch.setattr("codegen.load_kernels", lambda folder: [loaded])
-    monkeypatch.setattr("runtime.operators.logits_of", lambda model, batch, device: model(IDS))
+    logits = torch.no_grad()(lambda model, batch, device: model(IDS))
+    monkeypatch.setattr("runtime.operators.logits_of", logits)
+    model.requires_grad_(True)  # as a plain model is
     cpu = torch.device("cpu")
-    (check,) = operators_vs_reference(model, folder, None, cpu, torch.float32)
+    (check,) = operators_vs_reference(model, folder, None, cpu, torch.float32)  # type: ignore
     assert check.passed, check
     assert [m.config._experts_implementation for m in experts_of(model).values()] == kinds
     assert not any("lora_" in key for m in model.modules() for key in vars(m))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["", "mxfp4"])
+def test_the_gate_of_kimi_k3_is_in_the_kernel(tmp_path, packed):
+    from analyzers.models import load_config
+    from analyzers.models.kimi_k3.modeling_kimi_k3 import KimiK3Experts
+    from analyzers.schema import BANKS
+    from codegen.members import load_members
+    from codegen.render import render
+    from runtime.experts.activations import activation_of
+    from runtime.experts.fan import Pairs
+    from runtime.experts.stacked import adapted_linear
+    from runtime.packed import keep_packed
+
+    torch.manual_seed(0)
+    config = load_config("examples/models/tiny-kimi-k3").get_text_config(decoder=True)
+    experts: Any = KimiK3Experts(config).requires_grad_(False)
+    count, outs, ins = experts.gate_up_proj.shape
+    experts.gate_up_proj.data = torch.randn(count, outs, ins)
+    experts.lora_gate_up_proj_A = torch.nn.Parameter(torch.randn(count, 3, ins))
+    experts.lora_gate_up_proj_B = torch.nn.Parameter(torch.randn(count, outs, 3))
+    experts.lora_scale, experts.lora_dropout = 0.5, 0.0
+    if packed:
+        keep_packed(torch.nn.ModuleDict({"experts": experts}))
+        experts.gate_up_proj_codes.data.random_(256)
+        experts.gate_up_proj_scales.data.random_(120, 127)
+    pairs = Pairs.of(torch.randint(count, (40, 1)), count, 40)
+    x, activation = torch.randn(40, ins), activation_of(experts)
+    assert activation.name == "situ"
+    want = adapted_linear(experts, "gate_up_proj", x, pairs, activation)
+    made = render(load_members()["grouped_lora"], load_backend("cpu"), {})
+    (tmp_path / made.module).write_text(made.files[made.module], "utf-8")
+    kernel = import_file(tmp_path / made.module, f"kernel_of_kimi_k3_{packed}").grouped_lora
+    setattr(experts, BANKS, kernel)
+    found = adapted_linear(experts, "gate_up_proj", x, pairs, activation)
+    assert found.shape == (40, outs // 2)
+    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
