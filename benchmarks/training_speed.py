@@ -152,7 +152,11 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
             if args.cluster
             else flat_cluster("here", backend, args.ranks, bw_gbps=450.0, latency_us=10.0)
         )
-        fixed = {"ep": args.ep, "micro_batch_size": args.batch}
+        fixed = {
+            "dp_replicate": args.replicate,
+            "ep": args.ep,
+            "micro_batch_size": args.batch,
+        }
         plan = search(analysis, cluster, job, fixed=fixed)
         plan = replace(plan, activation_checkpointing="full", gradient_accumulation=1)
         predicted = predict(make_problem(analysis, cluster, job).work, cluster, plan)
@@ -190,6 +194,7 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
                 "step_seconds": predicted.step_seconds,
                 "step": asdict(predicted.step),
                 "memory_gib": asdict(predicted.memory_gib),
+                "allocated_gib": predicted.memory_gib.peak - outside_allocator(predicted),
             }
             return found | {"report": dist.get_rank() == 0}
 
@@ -237,6 +242,12 @@ def stock(args: argparse.Namespace) -> dict[str, Any]:
     found["parameters"] = sum(p.numel() for p in model.parameters())
     found["trained"] = sum(p.numel() for p in trained)
     return found | {"report": True}
+
+
+def outside_allocator(predicted: Any) -> float:
+    """GiB of a predicted peak that `max_memory_allocated` does not see."""
+    memory = predicted.memory_gib
+    return memory.reserved + memory.communication + memory.fragmentation
 
 
 def timed(step: Callable[[int], torch.Tensor], args: Any, device: torch.device) -> dict[str, Any]:
@@ -335,7 +346,9 @@ def run_peer(args: argparse.Namespace, peer: str, folder: Path) -> dict[str, Any
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={ranks}", __file__, *forwarded]
     command += [f"--peer={peer}", f"--result={result}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    from runtime.launch import ALLOCATOR
+
+    environment = ALLOCATOR | os.environ | {"OMP_NUM_THREADS": "1"}
     log = folder / f"{peer}.log"
     with log.open("w") as said:
         try:
@@ -358,6 +371,7 @@ def main() -> int:
     p.add_argument("--rank", type=int, default=16, help="of the adapters")
     p.add_argument("--ranks", type=int, default=1, help="devices of ours")
     p.add_argument("--ep", type=int, default=1)
+    p.add_argument("--replicate", type=int, default=1, help="copies of the model")
     p.add_argument("--steps", type=int, default=10)
     p.add_argument("--warm-up", type=int, default=3)
     p.add_argument("--backend", default="h200")
@@ -395,6 +409,11 @@ def main() -> int:
             f"({1e3 * r['issue_seconds']:.1f} to issue), {r['peak_gb'] or 0:.1f} GB, "
             f"loss {r['losses'][0]:.4f}, first step {r['first_step_seconds']:.1f} s"
         )
+        if said := r.get("predicted"):
+            print(
+                f"   predicted {1e3 * said['step_seconds']:.1f} ms a step, "
+                f"{said['allocated_gib'] * 2**30 / 1e9:.1f} GB"
+            )
         for row in r.get("profile", {}).get("kernels", [])[:25]:
             print(f"   {row['ms']:8.3f} ms {row['count']:5} x {row['name']}")
         for row in r.get("profile", {}).get("operators", [])[:40]:

@@ -26,6 +26,10 @@ TAIL_LINES = 12
 CPU_RANKS = 2
 """Ranks of a proof on a machine without accelerators: enough for every exchange to be real."""
 
+ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+"""Unless the user says otherwise: rows of experts differ from step to step, and blocks of fixed
+size would be left half empty."""
+
 
 def train(run_dir: str | Path, *, plan: Path | None = None, progress: Progress = None) -> None:
     """Trains the job of `run_dir` on local ranks, from its last complete checkpoint.
@@ -124,7 +128,7 @@ def run_ranks(
     command += ["--nproc-per-node", str(ranks), "--redirects", "2", "--log-dir", str(logs)]
     command += ["-m", *arguments]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    environment = os.environ | {"OMP_NUM_THREADS": str(max(1, (cores or 1) // ranks))}
+    environment = ALLOCATOR | os.environ | {"OMP_NUM_THREADS": str(max(1, (cores or 1) // ranks))}
     agent_log = logs / "torchrun.log"
     with (
         agent_log.open("w", encoding="utf-8") as agent,

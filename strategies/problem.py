@@ -13,7 +13,7 @@ from strategies.cost.routing import Routing
 from strategies.pricing import CostModel
 from strategies.schema import Job, Parallelism
 from strategies.space import FEATURES, Model, Space, divisors, make_space, model_of
-from strategies.workload import LOSS_CHUNK, PART_OF_TARGET, Workload, workload
+from strategies.workload import PART_OF_TARGET, Workload, runtime_workload
 
 SKEW = ("capacity", "copies")
 """Features that change nothing while routing is even: they are searched where it is not."""
@@ -82,15 +82,7 @@ def make_problem(
     fixed = {**job.fixed, **(fixed or {})}
     _check_job(analysis, job)
     routing = Routing(job.routing.exponent, tuple(job.routing.loads))
-    own = job.training == "lora"  # what this project's runtime trains
-    work = workload(
-        analysis,
-        job.lora,
-        training=job.training,
-        loss_chunk=LOSS_CHUNK if own else None,
-        grouped_kernel=own,
-        routing=routing,
-    )
+    work = runtime_workload(analysis, job.lora, training=job.training, routing=routing)
     check_features(allow)
     _check_adapters(work, job)
     model = model_of(analysis)

@@ -12,7 +12,7 @@ from strategies.cost.routing import Routing
 from strategies.pricing import CostModel, predict, row_of
 from strategies.schema import Parallelism, Plan, Twin
 from strategies.space import divisors
-from strategies.workload import workload
+from strategies.workload import runtime_workload
 
 MAX_MICRO_BATCH = 2
 MAX_ACCUMULATION = 2
@@ -68,7 +68,7 @@ def twin(plan: Plan, analysis: ModelAnalysis, world_size: int, backend: Backend)
     bw_gbps, latency_us = LOCAL_FABRIC.get(backend.device_type, DEFAULT_LOCAL_FABRIC)
     local = flat_cluster(plan.cluster, backend, world_size, bw_gbps=bw_gbps, latency_us=latency_us)
     routing = Routing(plan.routing.exponent, tuple(plan.routing.loads))
-    work = workload(analysis, plan.lora, training=plan.training, routing=routing)
+    work = runtime_workload(analysis, plan.lora, training=plan.training, routing=routing)
     kept, not_kept = _compare(plan, small)
     if world_size != plan.world_size:
         not_kept.append(f"{world_size} devices instead of {plan.world_size}")

@@ -258,6 +258,22 @@ def workload(
     )
 
 
+def runtime_workload(
+    analysis: ModelAnalysis, lora: Lora, *, training: Training = "lora", routing: Routing = BALANCED
+) -> Workload:
+    """What a plan prices: LoRA as this project's runtime and its kernels do it."""
+    own = training == "lora"
+    return workload(
+        analysis,
+        lora,
+        training=training,
+        loss_chunk=LOSS_CHUNK if own else None,
+        grouped_kernel=own,
+        fused_experts=own,
+        routing=routing,
+    )
+
+
 def _handed_on(analysis: ModelAnalysis) -> tuple[float, float]:
     """Bytes a token that each layer keeps as its own input, and that all layers share."""
     hidden = float(BFLOAT16 * analysis.hidden_size)

@@ -22,7 +22,7 @@ from strategies.cost.constants import Constants, load_constants
 from strategies.cost.routing import Routing, device_overload
 from strategies.pricing import row_of
 from strategies.schema import Change, Plan, Refit
-from strategies.workload import workload
+from strategies.workload import runtime_workload
 
 WARM_UP = 2
 """First steps, in which kernels compile and buffers grow."""
@@ -63,7 +63,7 @@ def refit(
     loads = _loads(counted)
     run = Row(
         source="this cluster",
-        work=workload(
+        work=runtime_workload(
             analysis,
             plan.lora,
             training=plan.training,

@@ -258,8 +258,8 @@ def _product(
 
     Arithmetic: tiles of `TILE_ROWS` x `TILE_COLUMNS`, so that each of the `held` experts fills half
     a tile too much on average, and the last wave of tiles occupies the multiprocessors for half its
-    time, once for every `STREAMS` experts, or once for all in one launch. Without sharded parameters gradients of weights are
-    added to sums of all micro-batches.
+    time, once for every `STREAMS` experts, or once for all in one launch. Without sharded
+    parameters gradients of weights are added to sums of all micro-batches.
     """
     k_size = gemm.in_features
     padded = rows + np.where(np.asarray(held) > 1, held * TILE_ROWS / 2, 0.0)

@@ -17,6 +17,7 @@ import numpy as np
 from strategies.candidates import DISPATCHERS, Candidates, Column
 from strategies.cluster import Cluster
 from strategies.cluster.model import GIB
+from strategies.cost import collectives
 from strategies.cost.columns import at, total
 from strategies.cost.communication import PARTIAL_SUM_BYTES
 from strategies.cost.compute import FULL, NONE, SELECTIVE, Routed, expert_bytes
@@ -241,11 +242,12 @@ def _activations(
 def _dispatch(work: Workload, c: Candidates, size: int, load: Routed) -> Column:
     """Send and receive buffers of one layer's dispatch and combine.
 
-    all-to-all: top_k copies of each token, four buffers. all_gather: the group's tokens and float32
-    partial outputs for all of them.
+    all-to-all: four buffers of top_k copies of each token, or, in the runtime, of one for each rank
+    that it goes to. all_gather: the group's tokens and float32 partial outputs for all of them.
     """
     tokens, width = c.tokens / c.tp, work.expert_width
-    copies = 4 * tokens * work.top_k * load.overload * width * size
+    rows = collectives.destinations(work.choice, c.ep) if work.grouped_kernel else work.top_k
+    copies = 4 * tokens * rows * load.overload * width * size
     gathered = c.ep * tokens * width * float(size + PARTIAL_SUM_BYTES)
     chosen = np.where(c.dispatcher == DISPATCHERS.index("all_gather"), gathered, copies)
     return np.where((c.dispatcher > 0) & (c.ep > 1), chosen, 0.0)

@@ -32,7 +32,7 @@ def built(tmp_path_factory):
     folder = save_qwen(tmp_path_factory.mktemp("rows") / "model", experts=8)
     analysis = analyze(folder)
     kernels = write_kernels(folder.parent, analysis, prefer="generated")
-    assert [k.operator for k in kernels] == NAMES
+    assert [k.operator for k in kernels if k.operator in NAMES] == NAMES
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     insert_adapters(model, Lora(rank=4, targets=["attention", "routed_experts"]), analysis)
     initialise_adapters(model, 0)
@@ -43,6 +43,10 @@ def built(tmp_path_factory):
     ids = torch.randint(3, 200, (2, 19), generator=torch.Generator().manual_seed(1)).tolist()
     rows = Dataset([Example(row, row) for row in ids], truncated=0).rows([0, 1])
     return model.train(), folder.parent / "kernels", collate(rows, 19, 0)
+
+
+def row_kernels(folder):
+    return [loaded for loaded in load_kernels(folder) if loaded.kernel.operator in NAMES]
 
 
 def outcome(model, batch):
@@ -62,7 +66,7 @@ def test_a_model_with_the_kernels_has_the_same_loss_and_gradients(built):
 
         return replace(loaded, function=function)
 
-    with bind(model, map(counted, load_kernels(folder))):
+    with bind(model, map(counted, row_kernels(folder))):
         bound = outcome(model, batch)
     assert calls == ["moe_spread", "moe_combine"] * len(experts_of(model))
     for one, two in zip(bound, plain, strict=True):
@@ -77,7 +81,7 @@ def test_a_recomputed_layer_calls_them_again(built):
     kwargs = {"use_reentrant": False, "context_fn": replaying}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
     try:
-        with bind(model, load_kernels(folder)):
+        with bind(model, row_kernels(folder)):
             recomputed = outcome(model, batch)
     finally:
         model.gradient_checkpointing_disable()
@@ -87,22 +91,22 @@ def test_a_recomputed_layer_calls_them_again(built):
 
 def test_experts_get_a_kernel_once(built):
     model, folder, _ = built
-    with bind(model, load_kernels(folder)), pytest.raises(InputError, match="moe_combine"):
-        bind(model, load_kernels(folder))
+    with bind(model, row_kernels(folder)), pytest.raises(InputError, match="moe_combine"):
+        bind(model, row_kernels(folder))
     assert not any(name in module.__dict__ for module in model.modules() for name in NAMES)
 
 
 def test_a_model_without_experts_cannot_take_them(built):
     _, folder, _ = built
     with pytest.raises(InputError, match="no experts"):
-        bind(torch.nn.Linear(2, 2), load_kernels(folder))
+        bind(torch.nn.Linear(2, 2), row_kernels(folder))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("wrong", [None, *NAMES])
 def test_each_kernel_is_compared_on_values_of_the_model(built, monkeypatch, wrong, dtype):
     model, folder, batch = built
-    kernels = load_kernels(folder)
+    kernels = row_kernels(folder)
 
     def spoiled(loaded):
         def function(*args, **kwargs):
@@ -124,7 +128,7 @@ def test_a_stock_model_is_left_as_it_was(built):
     before = stock.config._experts_implementation
     assert before != IMPLEMENTATION
     checks = operators_vs_reference(stock, folder, batch, CPU, torch.float32)
-    assert [c.passed for c in checks] == [True, True], checks
+    assert all(c.passed for c in checks), checks
     assert stock.config._experts_implementation == before
 
 
@@ -151,6 +155,6 @@ def test_experts_in_a_list_get_them_too(built):
     block, x = Block(), torch.randn(7, 8)
     want = block(x)
     stack_expert_lists(block, 3)
-    with bind(block, load_kernels(folder)) as binding:
+    with bind(block, row_kernels(folder)) as binding:
         assert len(binding.given) == 2
         torch.testing.assert_close(block(x), want)

@@ -16,7 +16,7 @@ from strategies.cluster import Cluster, Fabric, Tier, flat_cluster
 from strategies.schema import Job, Lora, Parallelism, Plan, Routing
 from strategies.solver import MAX_OOM_PROBABILITY, Points
 from strategies.space import FEATURES
-from strategies.workload import workload
+from strategies.workload import runtime_workload
 
 CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
 
@@ -114,7 +114,7 @@ def test_the_curve_of_a_plan_is_of_that_plan(k3, k3_plan, tmp_path):
     """Its own settings, seconds and constants, whatever was allowed; with EP alone another."""
     cluster = load_cluster(CLUSTERS / "supernode-128.yaml")
     free = search(k3, cluster, job(), allow=FEATURES)
-    slow = replace(cost.load_constants(), grouped_matmul_share=0.5)
+    slow = replace(cost.load_constants(), matmul_share=0.5)
     refitted = search(k3, cluster, job(), constants=slow)
     for plan in (k3_plan, free, refitted):
         assert plan.ep_curve
@@ -225,7 +225,7 @@ def test_nothing_fits_says_which_limit_binds_and_by_how_much(k3):
     assert "\n" not in message
     cluster = load_cluster(CLUSTERS / "h200-x2.yaml")
     lean = columns(fsdp=2, ep=2, recomputation=2, dispatcher=3)
-    held = cost.evaluate(workload(k3, Lora()), cluster, lean).memory
+    held = cost.evaluate(runtime_workload(k3, Lora()), cluster, lean).memory
     peak = float(held.peak[0]) / 2**30
     assert f"needs {peak:.1f} of 140.4 GiB a device" in message
     assert f"{peak - 140.4:.1f} GiB too much" in message
