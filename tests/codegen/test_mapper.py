@@ -37,6 +37,7 @@ def fla(monkeypatch):
 @pytest.mark.parametrize("backend", ["cpu", "h200", "ascend-910c"])
 def test_linear_attention_is_generated_where_nothing_serves_it(member, backend, monkeypatch):
     monkeypatch.setattr(mapper.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(mapper, "measurements", dict)
     (choice,) = choose(backend, operator(member))
     assert choice.decision == "generated"
     assert choice.provider == "codegen:linear_attention"
@@ -59,9 +60,12 @@ def test_where_the_device_is_here_the_dispatcher_is_the_evidence():
     assert choice.evidence == "dispatcher: CPU kernels for aten::mm, aten::addmm"
 
 
-def test_a_proven_library_is_preferred_to_a_new_kernel(fla):
-    (choice,) = choose("h200", operator("kda"))
+def test_a_proven_library_is_preferred_to_a_kernel_that_nobody_measured(fla):
+    (choice,) = choose("h100", operator("kda"))
     assert (choice.decision, choice.provider) == ("existing", "fla")
+    (choice,) = choose("h200", operator("kda"))
+    assert choice.decision == "generated"
+    assert choice.evidence == "codegen/measured.yaml"
 
 
 @pytest.mark.parametrize(
@@ -170,7 +174,7 @@ def test_a_version_that_is_known_to_be_wrong_is_refused(fla):
 def test_a_library_that_the_module_does_not_call_serves_nothing(fla):
     # MiniMax spells its attention out: with flash-linear-attention installed it is as slow.
     site = Site(module_class="MiniMaxLightningAttention", function="forward")
-    (choice,) = choose("h200", dataclasses.replace(operator("lightning"), site=site))
+    (choice,) = choose("h100", dataclasses.replace(operator("lightning"), site=site))
     assert choice.decision == "generated"
     assert "MiniMaxLightningAttention does not call chunk_lightning_attn" in choice.reason
 
