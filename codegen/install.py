@@ -36,24 +36,30 @@ FIX = "generate the kernels for this model and this version of transformers"
 class Binding:
     """What `bind` did. Call `undo`, or use it as a context manager, to take the kernels out."""
 
-    def __init__(self, modules: list[nn.Module]):
-        self.modules = modules
-        """Those whose forward is replaced."""
+    def __init__(self) -> None:
         self.given: list[tuple[nn.Module, str]] = []
-        """Those that the runtime finds a kernel in, and under which name."""
+        """Modules that got a function, and under which name."""
+
+    def give(self, module: nn.Module, name: str, function: Callable) -> None:
+        """Raises InputError where the module has one already."""
+        if name in module.__dict__:
+            raise InputError(type(module).__name__, fault=f"its {name} is already replaced")
+        setattr(module, name, function)
+        self.given.append((module, name))
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [module for module, _ in self.given]
 
     def undo(self) -> None:
         """Gives every module its class's own forward back; a second call does nothing."""
-        for module in self.modules:
-            for name in (FORWARD, BANKS):
-                module.__dict__.pop(name, None)
         for module, name in self.given:
             module.__dict__.pop(name, None)
-        self.modules, self.given = [], []
+        self.given = []
 
     def __bool__(self) -> bool:
         """Whether any kernel found its place."""
-        return bool(self.modules or self.given)
+        return bool(self.given)
 
     def __enter__(self) -> Binding:
         return self
@@ -80,13 +86,10 @@ def bind(model: nn.Module, kernels: Iterable[LoadedKernel]) -> Binding:
         if site is not None:
             at = sites.setdefault(site.module_class, {})
             at.setdefault(site.function, []).append(loaded)
-    binding = Binding([])
+    binding = Binding()
     try:
         for module, name, function in around_experts(model, kernels):
-            if name in module.__dict__:
-                raise InputError(type(module).__name__, fault=f"already has a kernel for {name}")
-            setattr(module, name, function)
-            binding.given.append((module, name))
+            binding.give(module, name, function)
         for class_name, functions in sites.items():
             found = [m for m in model.modules() if _is(m, class_name)]
             if not found:
@@ -97,13 +100,9 @@ def bind(model: nn.Module, kernels: Iterable[LoadedKernel]) -> Binding:
                 )
             for module in found:
                 name = BANKS if BANKS in functions else FORWARD
-                if name in module.__dict__:
-                    raise InputError(type(module).__name__, fault=f"its {name} is already replaced")
-                setattr(module, name, _replacement(module, functions))
-                binding.modules.append(module)
+                binding.give(module, name, _replacement(module, functions))
                 if (gate := _raw_gate(module, functions)) is not None:
-                    gate.forward = types.MethodType(raw_forward, gate)
-                    binding.modules.append(gate)
+                    binding.give(gate, FORWARD, types.MethodType(raw_forward, gate))
     except BaseException:
         binding.undo()
         raise
