@@ -7,6 +7,7 @@ Which of their modules compute what `torch.nn.functional.rms_norm` does is measu
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,7 @@ def use_fused_norms(model: nn.Module) -> list[str]:
         if key not in known:
             known[key] = _is_plain(module, eps)
         if known[key]:
-            module.forward = _fused(module, eps)
+            module.forward = types.MethodType(_fused(eps), module)
             found.append(name)
     return found
 
@@ -59,8 +60,8 @@ def _is_plain(module: Any, eps: float) -> bool:
     return isinstance(got, Tensor) and torch.allclose(got, F.rms_norm(x, (width,), weight, eps))
 
 
-def _fused(module: Any, eps: float) -> Callable[[Tensor], Tensor]:
-    def forward(hidden_states: Tensor) -> Tensor:
+def _fused(eps: float) -> Callable[[Any, Tensor], Tensor]:
+    def forward(module: Any, hidden_states: Tensor) -> Tensor:
         weight = module.weight
         if weight.dtype != hidden_states.dtype:  # the norm's own code says in which dtype it ends
             return type(module).forward(module, hidden_states)

@@ -1,5 +1,6 @@
 """Norms that models spell out run as one operator of torch, where they are that operator."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -44,6 +45,16 @@ def test_it_follows_the_weight_that_is_there_now():
     for value in (1.0, -2.0):
         nn.init.constant_(model[0].weight, value)
         torch.testing.assert_close(model(x), LlamaRMSNorm.forward(model[0], x))
+
+
+def test_a_copy_computes_with_its_own_weight():
+    model = model_of(LlamaRMSNorm)
+    use_fused_norms(model)
+    model.to_empty(device="cpu")
+    nn.init.ones_(model[0].weight)
+    twin, x = copy.deepcopy(model), torch.randn(3, 64)
+    nn.init.constant_(twin[0].weight, 3.0)
+    torch.testing.assert_close(twin(x), 3 * model(x))
 
 
 @pytest.mark.parametrize("cls", [Gemma2RMSNorm, KimiLinearRMSNormGated])
