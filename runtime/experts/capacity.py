@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from analyzers.errors import InputError
+from analyzers.experts import experts_of
 from runtime.experts.fan import tally
-from runtime.experts.modules import experts_of
 from runtime.experts.replay import TOPK, once
 
 if TYPE_CHECKING:

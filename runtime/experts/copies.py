@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from analyzers.experts import experts_of
 from runtime.experts.dispatch import exchange
-from runtime.experts.modules import experts_of
 from runtime.experts.placement import (
     LANES,
     Forecast,

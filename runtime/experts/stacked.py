@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from analyzers.experts import experts_of
 from analyzers.schema import BANKS
 from runtime.experts.activations import NOTHING, Activation, activation_of
 from runtime.experts.capacity import Limiter
 from runtime.experts.dispatch import Local
 from runtime.experts.fan import Pairs, RowKernels, tally
-from runtime.experts.modules import experts_of
 from runtime.experts.replay import once
 
 if TYPE_CHECKING:
