@@ -194,7 +194,7 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
                 "step_seconds": predicted.step_seconds,
                 "step": asdict(predicted.step),
                 "memory_gib": asdict(predicted.memory_gib),
-                "allocated_gib": predicted.memory_gib.peak - outside_allocator(predicted),
+                "allocated_gib": predicted.memory_gib.allocated,
             }
             return found | {"report": dist.get_rank() == 0}
 
@@ -242,12 +242,6 @@ def stock(args: argparse.Namespace) -> dict[str, Any]:
     found["parameters"] = sum(p.numel() for p in model.parameters())
     found["trained"] = sum(p.numel() for p in trained)
     return found | {"report": True}
-
-
-def outside_allocator(predicted: Any) -> float:
-    """GiB of a predicted peak that `max_memory_allocated` does not see."""
-    memory = predicted.memory_gib
-    return memory.reserved + memory.communication + memory.fragmentation
 
 
 def timed(step: Callable[[int], torch.Tensor], args: Any, device: torch.device) -> dict[str, Any]:

@@ -170,6 +170,11 @@ class Memory:
     capacity: float
     """What the device has."""
 
+    @property
+    def allocated(self) -> float:
+        """What PyTorch's allocator reports as its peak."""
+        return self.peak - self.reserved - self.communication - self.fragmentation
+
 
 @document
 class StepTime:
