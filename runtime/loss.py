@@ -45,8 +45,9 @@ class _CrossEntropySum(torch.autograd.Function):
         total = h_ND.new_zeros((), dtype=torch.float32)
         grad_ND = torch.empty_like(h_ND) if ctx.needs_input_grad[0] else None
         loss = _compiled_loss if h_ND.device.type == "cuda" else chunk_loss
-        for start in range(0, h_ND.shape[0], chunk_tokens(w_VD.shape[0])):
-            part = slice(start, start + chunk_tokens(w_VD.shape[0]))
+        chunk = chunk_tokens(w_VD.shape[0])
+        for start in range(0, h_ND.shape[0], chunk):
+            part = slice(start, start + chunk)
             x_CV = F.linear(h_ND[part], w_VD, b_V)
             sum_, g_CV = loss(x_CV, target_N[part], head.scale, head.cap, grad_ND is not None)
             total += sum_
