@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,14 @@ SITES = {
         module_class="Qwen3NextGatedDeltaNet", function="torch_chunk_gated_delta_rule"
     ),
 }
+
+
+def check_style(folder: Path) -> None:
+    """Rendered files are formatted and lint clean, as the project's own."""
+    for command in (["format", "--check"], ["check", "--select", "E,F,I,B,UP,SIM"]):
+        call = [sys.executable, "-m", "ruff", *command, "--line-length", "100", str(folder)]
+        ran = subprocess.run(call, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stdout
 
 
 def operator(name: str, **attributes) -> Operator:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -14,6 +11,7 @@ from codegen.load import import_file
 from codegen.members import load_members
 from codegen.render import render
 from codegen.verify.harness import compile_for, run_on
+from tests.codegen.kernel_samples import check_style
 
 SPEC = load_members()["gated_rms_norm"]
 
@@ -119,10 +117,7 @@ def test_refuses_what_does_not_fit(kernel, change, message):
 def test_rendered_files_are_stable_and_formatted(backend, tmp_path):
     assert render(SPEC, load_backend(backend), {}) == render(SPEC, load_backend(backend), {})
     write(tmp_path, backend)
-    for command in (["format", "--check"], ["check", "--select", "E,F,I,B,UP,SIM"]):
-        call = [sys.executable, "-m", "ruff", *command, "--line-length", "100", str(tmp_path)]
-        ran = subprocess.run(call, capture_output=True, text=True)
-        assert ran.returncode == 0, ran.stdout
+    check_style(tmp_path)
 
 
 @pytest.mark.gpu

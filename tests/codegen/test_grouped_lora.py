@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -14,6 +11,7 @@ from codegen.load import import_file
 from codegen.members import find_spec, load_members
 from codegen.render import render
 from codegen.verify.harness import compile_for, run_on
+from tests.codegen.kernel_samples import check_style
 from tests.codegen.proofs import failed, gates_of
 
 SPEC = load_members()["grouped_lora"]
@@ -183,10 +181,7 @@ def test_it_is_the_kernel_of_experts():
 def test_rendered_files_are_stable_and_formatted(backend, tmp_path):
     assert render(SPEC, load_backend(backend), {}) == render(SPEC, load_backend(backend), {})
     write(tmp_path, backend)
-    for command in (["format", "--check"], ["check", "--select", "E,F,I,B,UP,SIM"]):
-        ruff = [sys.executable, "-m", "ruff", *command, "--line-length", "100", str(tmp_path)]
-        ran = subprocess.run(ruff, capture_output=True, text=True)
-        assert ran.returncode == 0, ran.stdout
+    check_style(tmp_path)
 
 
 @pytest.mark.gpu

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -14,6 +11,7 @@ from codegen.load import import_file
 from codegen.members import load_members
 from codegen.render import render
 from codegen.verify.harness import compile_for, run_on
+from tests.codegen.kernel_samples import check_style
 from tests.codegen.proofs import DIED, Forks, failed
 
 OPERATORS = ["moe_spread", "moe_combine"]
@@ -143,10 +141,7 @@ def test_rendered_files_are_stable_and_formatted(operator, backend, tmp_path):
     spec, target = load_members()[operator], load_backend(backend)
     assert render(spec, target, {}) == render(spec, target, {})
     write(tmp_path, operator, backend)
-    for command in (["format", "--check"], ["check", "--select", "E,F,I,B,UP,SIM"]):
-        call = [sys.executable, "-m", "ruff", *command, "--line-length", "100", str(tmp_path)]
-        ran = subprocess.run(call, capture_output=True, text=True)
-        assert ran.returncode == 0, ran.stdout
+    check_style(tmp_path)
 
 
 @pytest.mark.gpu

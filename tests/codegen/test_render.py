@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ from jinja2 import StrictUndefined
 from analyzers.backends import load_backend
 from codegen.members import load_specs
 from codegen.render import _environment, render
-from tests.codegen.kernel_samples import write_kernel
+from tests.codegen.kernel_samples import check_style, write_kernel
 
 
 @pytest.fixture(params=load_specs())
@@ -31,13 +30,7 @@ def test_the_same_inputs_give_the_same_bytes(member, backend):
 @pytest.mark.parametrize("backend", ["cpu", "h200"])
 def test_rendered_files_are_formatted_and_lint_clean(member, key_dim, value_dim, backend, tmp_path):
     write_kernel(tmp_path, member, key_dim, value_dim, backend)
-    for command in (["format", "--check"], ["check", "--select", "E,F,I,B,UP,SIM"]):
-        ran = subprocess.run(
-            [sys.executable, "-m", "ruff", *command, "--line-length", "100", str(tmp_path)],
-            capture_output=True,
-            text=True,
-        )
-        assert ran.returncode == 0, ran.stdout
+    check_style(tmp_path)
 
 
 def test_the_module_needs_torch_and_triton_only(member):

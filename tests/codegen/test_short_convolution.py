@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from codegen.load import import_file
 from codegen.members import load_members
 from codegen.render import render
 from codegen.verify.harness import compile_for, run_on
+from tests.codegen.kernel_samples import check_style
 
 SPEC = load_members()["short_convolution"]
 WINDOW = 4
@@ -148,10 +147,7 @@ def test_rendered_files_are_stable_formatted_and_need_torch_and_triton_only(back
     made = render(SPEC, load_backend(backend), attributes)
     assert made == render(SPEC, load_backend(backend), attributes)
     write(tmp_path, backend=backend)
-    for command in (["format", "--check"], ["check", "--select", "E,F,I,B,UP,SIM"]):
-        call = [sys.executable, "-m", "ruff", *command, "--line-length", "100", str(tmp_path)]
-        ran = subprocess.run(call, capture_output=True, text=True)
-        assert ran.returncode == 0, ran.stdout
+    check_style(tmp_path)
     tree = ast.walk(ast.parse(made.files[made.module]))
     imports = {n.module for n in tree if isinstance(n, ast.ImportFrom)}
     assert imports <= {"__future__"}
