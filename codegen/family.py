@@ -21,6 +21,9 @@ SHORT_CHUNK = 16
 OWN: dict[Strategy, tuple[str, ...]] = {"short": SHORT, "fused": (FUSED,)}
 """The kernels that only one strategy launches: the forward is theirs, the backward is shared."""
 
+FLOORS = {"float32": 1e-5, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+"""Unit roundoff of the dtype, with room for the sums that any order of evaluation needs."""
+
 
 @document
 class Launch:

@@ -13,15 +13,12 @@ from dataclasses import dataclass
 import codegen.family as families
 from analyzers.backends import Backend
 from analyzers.documents import to_json
-from codegen.family import Member, Spec, Tile
+from codegen.family import FLOORS, Member, Spec, Tile
 from codegen.layer import LayerSpec, RowTile
 from codegen.tuning.records import Record, launch_table, record_name, record_sha256, tile_of
 from codegen.tuning.space import buffered_tile, in_one_buffer
 
 GENERATOR = "1"
-
-# Unit roundoff of the dtype, with room for the sums that any order of evaluation needs.
-FLOORS = {"float32": 1e-5, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from analyzers.errors import ProofError
-from codegen.family import Launch, Tile
-from codegen.render import FLOORS
+from codegen.family import FLOORS, Launch, Tile
 from codegen.tuning.bench import Workload
 from codegen.tuning.records import Class, Record, Refused, content_of
 from codegen.tuning.space import Space, describe, one_at_a_time

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from codegen.render import FLOORS
+from codegen.family import FLOORS
 from codegen.schema import Gate, OutputError
 from codegen.verify.cases import Case, Kind, Shape, make_inputs, reorder, run
 

@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 
 from codegen.build import subject_of
-from codegen.family import Strategy
+from codegen.family import FLOORS, Strategy
 from codegen.load import import_file
 from codegen.members import load_specs
-from codegen.render import FLOORS
 from codegen.schema import Gate
 from codegen.verify.cases import Case, Shape, all_cases, make_inputs, run
 from codegen.verify.judge import Judge, errors_of
