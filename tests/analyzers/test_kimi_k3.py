@@ -41,6 +41,13 @@ def loss_and_gradients(model, ids, **kwargs):
     return out, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
+def assert_logits_close(got, expected):
+    """Token by token. The stored numbers are float32 of another order of sums: where exact ones
+    lie, one token's differ by 4e-5 of their norm."""
+    error = (got - expected["logits"]).norm(dim=-1)
+    assert bool((error <= 6e-5 * expected["logits"].norm(dim=-1)).all()), error.max()
+
+
 # --- the model ---
 
 
@@ -48,7 +55,7 @@ def loss_and_gradients(model, ids, **kwargs):
 def test_logits_loss_and_gradients_equal_another_implementations(model, expected, experts):
     model.set_experts_implementation(experts)
     out, gradients = loss_and_gradients(model, expected["input_ids"])
-    torch.testing.assert_close(out.logits, expected["logits"], atol=1e-4, rtol=0)
+    assert_logits_close(out.logits, expected)
     torch.testing.assert_close(out.loss, expected["loss"], atol=1e-4, rtol=0)
     stored = {k[6:].replace("__", "."): v for k, v in expected.items() if k.startswith("grad__")}
     assert stored
@@ -190,7 +197,7 @@ def test_export_sees_one_operator_in_place_of_the_delta_rule(model, expected, mo
     calls = [n for n in program.graph.nodes if "kimi_k3_kda" in str(n.target)]
     assert len(calls) == 4
     logits = program.module()(input_ids=ids, use_cache=False).logits
-    torch.testing.assert_close(logits, expected["logits"], atol=1e-4, rtol=0)
+    assert_logits_close(logits, expected)
 
 
 # --- the checkpoint ---
