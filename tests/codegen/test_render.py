@@ -62,7 +62,7 @@ def test_another_width_or_backend_gets_another_operator_name(member):
 
     def namespace(backend, width):
         made = render(spec, load_backend(backend), {"key_dim": width, "value_dim": 32})
-        return re.search(r'custom_op\("(\w+)::', made.files[made.module])[1]
+        return re.search(r'OPERATORS = "(\w+)"', made.files[made.module])[1]
 
     names = {namespace(b, w) for b in ("cpu", "h200") for w in (16, 32)}
     assert len(names) == 4
