@@ -48,7 +48,7 @@ def forks(tmp_path_factory, subjects):
 INTERPRETED = {
     "moe_route": ("usual", "softmax", "the best groups", "equal scores", "rows of a wider array"),
     "moe_order": ("usual", "padded", "all others", "no tokens"),
-    "moe_reroute": ("closed candidates and padding", "equal scores"),
+    "moe_reroute": ("closed candidates and padding", "equal scores", "a chain of refusals"),
 }
 
 
@@ -65,7 +65,6 @@ LATER = "(step[None, :] < local[:, None])"
 MUTATIONS = {
     "the higher of equal experts": (ROUTE, "COLUMNS - 1 - col)", "col)", "equal scores"),
     "the worst group": (ROUTE, "_best(keys, GROUPS)", "_best(-keys, GROUPS)", "the best groups"),
-    "one score a group": (ROUTE, "total += tl.sum(", "total = tl.sum(", "the best groups"),
     "weights of the biased scores": (
         ROUTE,
         "mine, score, 0.0), 1)",
@@ -82,13 +81,13 @@ MUTATIONS = {
     ),
     "one order for all strides": (ROUTE, "row * stride", "row * E", "rows of a wider array"),
     "unstable": (ORDER, LATER, LATER.replace("<", ">"), "usual"),
-    "others among the experts": (ORDER, "(id < keys * per)", "(id <= keys * per)", "usual"),
+    "an expert that is none": (ORDER, "(id < keys * per)", "(id < keys * per - 1)", "usual"),
     "negative ids are experts": (ORDER, "(id >= 0) & ", "", "usual"),
     "each block for itself": (ORDER, "- count + total[None, :]", "- count", "usual"),
     "the padding is nobody's": (ORDER, "key == keys - 1, size", "key == keys, size", "padded"),
     "places not filled": (ORDER, "(pair < size)", "(pair < 0)", "padded"),
     "others count as before": (ORDER, ".to(tl.int32) - none", ".to(tl.int32)", "usual"),
-    "room for one more": (REROUTE, "if asking > capacity", "if asking > capacity + 1", "usual"),
+    "room for one more": (REROUTE, "tl.int32) + capacity", "tl.int32) + capacity + 1", "usual"),
     "the later of equal tokens": (REROUTE, "(0x7FFFFFFF - pair)", "pair", "equal scores"),
     "padding takes room": (
         REROUTE,
@@ -97,6 +96,12 @@ MUTATIONS = {
         "closed candidates and padding",
     ),
     "nobody asks again": (REROUTE, "(turn == 0) |", "(turn == 0) &", "usual"),
+    "the end is not reached": (
+        REROUTE,
+        "while again != 0",
+        "while again > 1",
+        "a chain of refusals",
+    ),
     "more than it needs": (REROUTE, "<= top_k)", "<= top_k + 1)", "usual"),
 }
 
@@ -162,7 +167,7 @@ def test_a_capacity_is_kept_and_used(kernels, routing):
 @settings(max_examples=30, deadline=None)
 @given(routings())
 def test_without_a_limit_every_token_gets_its_best(kernels, routing):
-    ids, scores, given, top_k, experts, _ = routing
+    ids, scores, _, top_k, experts, _ = routing
     call = {"top_k": top_k, "experts": experts, "capacity": 10**6}
     chosen, columns = kernels["moe_reroute"](ids, scores, None, **call)
     assert torch.equal(chosen, ids[:, :top_k])

@@ -89,8 +89,8 @@ class RerouteCase(Case):
     OUTPUTS: ClassVar = {"chosen": "sequence", "columns": "sequence"}
     GRADIENTS: ClassVar = ()
 
-    experts: int = 9
-    tries: int = 6
+    experts: int = 6
+    tries: int = 4
     top_k: int = 2
     capacity: int = 4
     per: int = 1
@@ -98,9 +98,17 @@ class RerouteCase(Case):
     """So many different scores."""
     closed: bool = False
     """Some candidates are closed, and some tokens are padding."""
+    chain: bool = False
+    """Every token drives away the next: one is refused in each round."""
     ids: torch.dtype = torch.int64
 
     def make(self, shape, dtype):
+        if self.chain:
+            n = torch.arange(self.tokens).unsqueeze(1)
+            ids = torch.cat([(n - 1).clamp(min=0), n], 1)
+            scores = torch.tensor([[0.25, 0.75]]).repeat(self.tokens, 1)
+            scores[0] = 1.0
+            return {"ids": ids.to(self.ids), "scores": scores.to(dtype), "given": None}
         generator = torch.Generator().manual_seed(42)
         liked = torch.rand(self.tokens, self.experts, generator=generator)
         liked = liked * torch.linspace(0.3, 1.0, self.experts)
@@ -192,7 +200,7 @@ def _reroute() -> list[Case]:
     usual = RerouteCase(
         name="usual",
         compiled=True,
-        lengths=(20,),
+        lengths=(14,),
         gradients=False,
     )
     plain = replace(usual, compiled=False)
@@ -204,11 +212,20 @@ def _reroute() -> list[Case]:
         replace(plain, name="no candidate but the first", tries=2),
         replace(plain, name="a capacity of one", capacity=1),
         replace(plain, name="room for all", capacity=1000),
-        replace(plain, name="a capacity of devices", per=3, capacity=11, closed=True),
-        replace(plain, name="one pool", per=9, capacity=23),
-        replace(plain, name="all candidates", tries=9, capacity=4),
+        replace(plain, name="a capacity of devices", per=3, capacity=8, closed=True),
+        replace(plain, name="one pool", per=6, capacity=17),
+        replace(plain, name="all candidates", tries=6, capacity=4),
         replace(plain, name="int32 ids", ids=torch.int32),
-        replace(plain, name="a long displacement", experts=9, tries=9, top_k=1, capacity=2),
+        replace(
+            usual,
+            name="a chain of refusals",
+            chain=True,
+            experts=12,
+            tries=2,
+            top_k=1,
+            capacity=1,
+            lengths=(12,),
+        ),
         replace(plain, name="one token", lengths=(1,)),
         replace(plain, name="no tokens", lengths=(0,)),
     ]
