@@ -24,6 +24,9 @@ def errors(x: torch.Tensor, exact: torch.Tensor, tokenwise: bool) -> tuple[float
     A row is a token (all its heads), or a sequence's state; its error is relative to its own norm,
     or to a tenth of the root mean square of all rows where its own is smaller.
     """
+    if not exact.is_floating_point():  # ids and counts: exactly
+        worst = 0.0 if torch.equal(x, exact) else float("inf")
+        return worst, worst
     x, exact = x.double(), exact.double()
     if x.shape != exact.shape or not bool(x.isfinite().all()):
         return float("inf"), float("inf")

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from analyzers.errors import InputError
 from analyzers.experts import experts_of
-from runtime.experts.fan import tally
+from runtime.experts.fan import TORCH, RowKernels, tally
 from runtime.experts.replay import TOPK, once
 
 if TYPE_CHECKING:
@@ -100,7 +100,11 @@ class Limiter:
             return forward(*args, **kwargs)
 
     def __call__(
-        self, index_TN: Tensor, weights_TN: Tensor, valid_T: Tensor | None
+        self,
+        index_TN: Tensor,
+        weights_TN: Tensor,
+        valid_T: Tensor | None,
+        kernels: RowKernels = TORCH,
     ) -> tuple[Tensor, Tensor]:
         """-> ids [T, K], `experts` for none, and weights [T, K].
 
@@ -110,7 +114,8 @@ class Limiter:
         if index_TN.shape[1] != self.candidates:
             fault = f"reroute, but the router of {self.name} is not one topk over its experts"
             raise InputError("plan.json", field="capacity.overflow", fault=fault, fix="drop")
-        ids_TK, column_TK = once(lambda: self._chosen(index_TN, weights_TN.detach(), valid_T))
+        score_TN = weights_TN.detach()
+        ids_TK, column_TK = once(lambda: self._chosen(index_TN, score_TN, valid_T, kernels))
         whole = weights_TN if self.renormalize else weights_TN[:, : self.top_k]
         kept_TK = torch.where(ids_TK < self.experts, weights_TN.gather(1, column_TK), 0)
         kept = kept_TK.sum(1, keepdim=True)
@@ -118,13 +123,16 @@ class Limiter:
         return ids_TK, kept_TK * scale
 
     def _chosen(
-        self, index_TN: Tensor, score_TN: Tensor, valid_T: Tensor | None
+        self, index_TN: Tensor, score_TN: Tensor, valid_T: Tensor | None, kernels: RowKernels
     ) -> tuple[Tensor, Tensor]:
         open_TN = torch.ones_like(index_TN, dtype=torch.bool)
         if self.closed_TN is not None:
             open_TN &= ~self.closed_TN
         if valid_T is not None:
             open_TN &= valid_T.unsqueeze(1)
+        if kernels.reroute is not None:
+            limits = {"top_k": self.top_k, "experts": self.experts, "capacity": self.capacity}
+            return kernels.reroute(index_TN, score_TN, open_TN, **limits)
         got_TN = settle(index_TN, score_TN, open_TN, self.top_k, self.experts, self.capacity)
         column_TK = torch.argsort((~got_TN).byte(), dim=1, stable=True)[:, : self.top_k]
         got_TK = got_TN.gather(1, column_TK)

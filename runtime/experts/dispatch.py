@@ -81,7 +81,7 @@ class Limit:
 
 
 class Dispatcher(Protocol):
-    def route(self, index_TK: Tensor, experts: int) -> Route:
+    def route(self, index_TK: Tensor, experts: int, kernels: RowKernels = TORCH) -> Route:
         """With a limit, an id of `experts` is no expert: that choice is not computed."""
         ...
 
@@ -92,13 +92,13 @@ class Local:
 
     limit: Limit | None = None
 
-    def route(self, index_TK: Tensor, experts: int) -> Route:
+    def route(self, index_TK: Tensor, experts: int, kernels: RowKernels = TORCH) -> Route:
         size = index_TK.numel()
         if self.limit is None:
-            return Route(Pairs.of(index_TK, experts, size))
+            return Route(Pairs.of(index_TK, experts, size, kernels))
         self.limit.check(index_TK.shape[0])
         size = min(size, experts * self.limit.capacity)
-        return Route(Pairs.of(index_TK, experts, size, padded=True))
+        return Route(Pairs.of(index_TK, experts, size, kernels, padded=True))
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class AllToAll:
     group: dist.ProcessGroup
     limit: Limit | None = None
 
-    def route(self, index_TK: Tensor, experts: int) -> Route:
+    def route(self, index_TK: Tensor, experts: int, kernels: RowKernels = TORCH) -> Route:
         ranks = self.group.size()
         local = experts // ranks
         goes = _Going.of(index_TK, local, ranks)
@@ -127,12 +127,12 @@ class AllToAll:
             rows = [self.limit.rows(local)] * ranks
             hop, ids_RK = goes.exchange(self.group, rows, rows, padded=True)
             size = min(ids_RK.numel(), ranks * local * self.limit.capacity)
-            return Route(Pairs.of(ids_RK, local, size, padded=True), (hop,))
+            return Route(Pairs.of(ids_RK, local, size, kernels, padded=True), (hop,))
         mine = torch.stack([goes.rows_G, goes.pairs_G], dim=1)
         theirs = _exchanged(mine, self.group)
         send, receive, pairs = _known(mine[:, 0], *theirs.T)
         hop, ids_RK = goes.exchange(self.group, send, receive)
-        return Route(Pairs.of(ids_RK, local, sum(pairs)), (hop,))
+        return Route(Pairs.of(ids_RK, local, sum(pairs), kernels), (hop,))
 
 
 @dataclass(frozen=True)
@@ -151,13 +151,13 @@ class Hierarchical:
     """The ranks of this node."""
     limit: Limit | None = None
 
-    def route(self, index_TK: Tensor, experts: int) -> Route:
+    def route(self, index_TK: Tensor, experts: int, kernels: RowKernels = TORCH) -> Route:
         nodes, ranks = self.rail.size(), self.node.size()
         here = experts // nodes
         local = here // ranks
         out = _Going.of(index_TK, here, nodes)
         if self.limit is not None:
-            return self._limited(out, index_TK.shape[0], local)
+            return self._limited(out, index_TK.shape[0], local, kernels)
         final = _Going.of(index_TK, local, nodes * ranks)
         by_node = [final.rows_G.view(nodes, ranks), final.pairs_G.view(nodes, ranks)]
         mine = torch.cat([out.rows_G.unsqueeze(1), *by_node], dim=1)
@@ -170,9 +170,9 @@ class Hierarchical:
         )
         first, ids_NK = out.exchange(self.rail, send, receive)
         second, ids_RK = _Going.of(ids_NK, local, ranks).exchange(self.node, hand, handed)
-        return Route(Pairs.of(ids_RK, local, sum(pairs)), (first, second))
+        return Route(Pairs.of(ids_RK, local, sum(pairs), kernels), (first, second))
 
-    def _limited(self, out: _Going, tokens: int, local: int) -> Route:
+    def _limited(self, out: _Going, tokens: int, local: int, kernels: RowKernels) -> Route:
         assert self.limit is not None
         self.limit.check(tokens)
         nodes, ranks = self.rail.size(), self.node.size()
@@ -182,7 +182,7 @@ class Hierarchical:
         inside = _Going.of(ids_NK, local, ranks)
         second, ids_RK = inside.exchange(self.node, rows, rows, padded=True)
         size = min(ids_RK.numel(), nodes * ranks * local * self.limit.capacity)
-        return Route(Pairs.of(ids_RK, local, size, padded=True), (first, second))
+        return Route(Pairs.of(ids_RK, local, size, kernels, padded=True), (first, second))
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class AllGather:
     group: dist.ProcessGroup
     limit: Limit | None = None
 
-    def route(self, index_TK: Tensor, experts: int) -> Route:
+    def route(self, index_TK: Tensor, experts: int, kernels: RowKernels = TORCH) -> Route:
         ranks, rank = self.group.size(), dist.get_rank(self.group)
         tokens, local = index_TK.shape[0], experts // self.group.size()
         if self.limit is not None:
@@ -211,7 +211,7 @@ class AllGather:
         ids_RK = _gathered(index_TK, self.group) - rank * local
         ids_RK = torch.where((ids_RK >= 0) & (ids_RK < local), ids_RK, local)
         size = min(size, ids_RK.numel())
-        pairs = Pairs.of(ids_RK, local, size, padded=self.limit is not None)
+        pairs = Pairs.of(ids_RK, local, size, kernels, padded=self.limit is not None)
         return Route(pairs, (_Gather(self.group, tokens, rows),))
 
 
@@ -311,10 +311,7 @@ class _Going:
         cell_S[place_TG] = cell_TG
         cell_S = cell_S[:rows]
         token_S, rank_S = cell_S // ranks, cell_S % ranks
-        counts = self.goes_TG.sum(1)
-        if padded:
-            counts = torch.cat([counts, rows - counts.sum(0, keepdim=True)])
-        fan = Fan(token_S, torch.argsort(token_S, stable=True), counts, padded)
+        fan = Fan.of(token_S, self.goes_TG.sum(1), padded=padded)
         last = int(padded)  # the row that stands for nothing
         rank_SK = F.pad(self.rank_TK, (0, 0, 0, last), value=ranks)[token_S]
         ids_SK = F.pad(self.ids_TK, (0, 0, 0, last))[token_S]

@@ -29,16 +29,19 @@ def tally(ids: Tensor, kinds: int) -> Tensor:
 
 @dataclass(frozen=True)
 class RowKernels:
-    """What copies rows to items and sums items to rows: generated kernels, torch where there is
-    none."""
+    """What puts pairs in order, copies rows to items and sums items to rows, and finds room under a
+    capacity: generated kernels, torch where there is none."""
 
     spread: Callable[..., Tensor] | None = None
     combine: Callable[..., Tensor] | None = None
+    order: Callable[..., tuple[Tensor, ...]] | None = None
+    reroute: Callable[..., tuple[Tensor, Tensor]] | None = None
 
     @classmethod
     def of(cls, experts: Any) -> RowKernels:
         """Those that `codegen.bind` gave an experts module."""
-        return cls(getattr(experts, "moe_spread", None), getattr(experts, "moe_combine", None))
+        names = "spread", "combine", "order", "reroute"
+        return cls(**{name: getattr(experts, f"moe_{name}", None) for name in names})
 
 
 TORCH = RowKernels()
@@ -55,15 +58,24 @@ class Fan:
     """Source of each item."""
     by_source: Tensor
     """The items in order of their sources."""
-    counts: Tensor
-    """Items of each source; with `padded`, those of nothing come last."""
+    offsets: Tensor
+    """Where the items of each source begin in `by_source`, and where those of the last end; with
+    `padded`, those of nothing follow."""
     padded: bool = False
 
+    @classmethod
+    def of(cls, source: Tensor, counts: Tensor, *, padded: bool = False) -> Fan:
+        """From the items of each source."""
+        by_source = torch.argsort(source, stable=True)
+        return cls(source, by_source, F.pad(counts.cumsum(0), (1, 0)), padded)
+
     @functools.cached_property
-    def offsets(self) -> Tensor:
-        """Where the items of each source begin in `by_source`, and where those of the last end."""
-        ends = self.counts.cumsum(0)
-        return F.pad(ends[:-1] if self.padded else ends, (1, 0))
+    def counts(self) -> Tensor:
+        """Items of each source; with `padded`, those of nothing come last."""
+        ends = self.offsets
+        if self.padded:
+            ends = F.pad(ends, (0, 1), value=self.by_source.shape[0])
+        return ends.diff()
 
     def spread(self, x_ND: Tensor, kernels: RowKernels = TORCH) -> Tensor:
         """-> [I, D]; gradients are added in float32."""
@@ -110,15 +122,14 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fan: Fan) -> Tensor:
-        ctx.save_for_backward(fan.source, fan.by_source, fan.counts)
+        ctx.save_for_backward(fan.source, fan.by_source, fan.offsets)
         ctx.padded, ctx.dtype = fan.padded, x.dtype
         return fan.take(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        source, by_source, counts = ctx.saved_tensors
-        fan = Fan(source, by_source, counts, ctx.padded)
+        fan = Fan(*ctx.saved_tensors, ctx.padded)
         return fan.sums(grad, None, ctx.dtype), None
 
 
@@ -130,15 +141,15 @@ class _Collect(torch.autograd.Function):
         ctx: Any, y: Tensor, weights: Tensor | None, fan: Fan, dtype: torch.dtype
     ) -> Tensor:
         weighted = () if weights is None else (y, weights)
-        ctx.save_for_backward(fan.source, fan.by_source, fan.counts, *weighted)
+        ctx.save_for_backward(fan.source, fan.by_source, fan.offsets, *weighted)
         ctx.padded, ctx.dtype = fan.padded, y.dtype
         return fan.sums(y, weights, dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        source, by_source, counts, *weighted = ctx.saved_tensors
-        fan = Fan(source, by_source, counts, ctx.padded)
+        source, by_source, offsets, *weighted = ctx.saved_tensors
+        fan = Fan(source, by_source, offsets, ctx.padded)
         grad_y = fan.take(grad.to(ctx.dtype))
         if not weighted:
             return grad_y, None, None, None
@@ -193,10 +204,22 @@ class Pairs:
         return torch.searchsorted(self.offsets_L, pairs, right=True)
 
     @classmethod
-    def of(cls, ids_RK: Tensor, experts: int, size: int, *, padded: bool = False) -> Pairs:
+    def of(
+        cls,
+        ids_RK: Tensor,
+        experts: int,
+        size: int,
+        kernels: RowKernels = TORCH,
+        *,
+        padded: bool = False,
+    ) -> Pairs:
         """`ids_RK` are local expert ids, `experts` or above for a choice that is not computed here;
         `size` is the number of the others. With `padded` it is a bound on them, and zero rows for
         the last expert make up the rest: nothing needs to know how many there are."""
+        if kernels.order is not None:
+            found = kernels.order(ids_RK, experts, size=size, padded=padded)
+            choice_P, *fan, offsets_L = found
+            return cls(offsets_L, choice_P, Fan(*fan, padded))
         rows, choices = ids_RK.shape
         ids = ids_RK.reshape(-1)
         # What is not computed here sorts to the end.
@@ -206,8 +229,7 @@ class Pairs:
         if padded:
             offsets_L[-1:] = size
             choice_P = torch.where(ids[choice_P] < experts, choice_P, rows * choices)
-            counts = torch.cat([counts, size - counts.sum(0, keepdim=True)])
-        fan = Fan(choice_P // choices, torch.argsort(choice_P, stable=True), counts, padded)
+        fan = Fan.of(choice_P // choices, counts, padded=padded)
         return cls(offsets_L.to(torch.int32), choice_P, fan)
 
     def split(self, own: int, copies: Held) -> tuple[Pairs, Pairs]:

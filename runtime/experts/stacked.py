@@ -179,20 +179,20 @@ def dispatched(
 ) -> Tensor:
     """Tokens to where their experts are, `compute` there on [P, D], and weighted sums back [T, D].
     Limiter, dispatcher and copies are the module's own, set by `runtime.sharding`."""
+    kernels = RowKernels.of(experts)
     limiter: Limiter | None = getattr(experts, "limiter", None)
     if limiter is not None:
-        index_TK, weights_TK = limiter(index_TK, weights_TK, recorder.valid_T)
+        index_TK, weights_TK = limiter(index_TK, weights_TK, recorder.valid_T, kernels)
     recorder.add(experts, index_TK)
     dispatcher = getattr(experts, "dispatcher", None) or Local()
-    kernels = RowKernels.of(experts)
     copies: Copies | None = getattr(experts, "copies", None)
     if copies is None or copies.placement is None:
-        route = once(lambda: dispatcher.route(index_TK, experts.num_experts))
+        route = once(lambda: dispatcher.route(index_TK, experts.num_experts, kernels))
         x_PD, weights_P = route.dispatch(x_TD, weights_TK, kernels)
         y_PD = compute(x_PD, route.pairs)
     else:
         places = copies.placement.places
-        route = once(lambda: dispatcher.route(copies.places(index_TK), places))
+        route = once(lambda: dispatcher.route(copies.places(index_TK), places, kernels))
         x_PD, weights_P = route.dispatch(x_TD, weights_TK, kernels)
         parts = route.pairs.split(copies.own, copies)
         rows = zip(x_PD.split([part.size for part in parts]), parts, strict=True)

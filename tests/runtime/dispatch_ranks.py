@@ -36,7 +36,7 @@ def routed(rank, skewed, tokens):
 def through(dispatcher, x, index, weights, bank, kernels=TORCH):
     """Expert e multiplies by row e of the bank; output and gradients, the bank's of this rank."""
     x, weights, bank = (t.clone().requires_grad_() for t in (x, weights, bank))
-    route = dispatcher.route(index, EXPERTS)
+    route = dispatcher.route(index, EXPERTS, kernels)
     x_PD, weights_P = route.dispatch(x, weights, kernels)
     y = route.combine(torch.tanh(x_PD) * bank[route.pairs.expert_P], weights_P, kernels)
     (y * torch.arange(1.0, WIDTH + 1)).square().sum().backward()

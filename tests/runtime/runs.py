@@ -84,20 +84,22 @@ def write_kernels(run_dir, analysis, backend="cpu", prefer=None):
 
 
 def row_kernels(folder):
-    """The generated kernels that move the rows of experts, unproved, in their CPU form."""
+    """The generated kernels around experts, unproved, in their CPU form."""
     from analyzers.backends import load_backend
     from codegen.load import import_file
     from codegen.members import load_members
     from codegen.render import render
     from runtime.experts.fan import RowKernels
 
-    found = []
-    for name in ("moe_spread", "moe_combine"):
+    found = {}
+    for name in ("spread", "combine", "order", "reroute"):
+        name = f"moe_{name}"
         rendered = render(load_members()[name], load_backend("cpu"), {})
         path = folder / rendered.module
         path.write_text(rendered.files[rendered.module], "utf-8")
-        found.append(getattr(import_file(path, f"{name}_of_{folder.name}"), name))
-    return RowKernels(*found)
+        function = getattr(import_file(path, f"{name}_of_{folder.name}"), name)
+        found[name.removeprefix("moe_")] = function
+    return RowKernels(**found)
 
 
 def save_small(model_type, folder, **changes):

@@ -9,9 +9,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from runtime.experts import recorder, use_own_experts
 from runtime.experts.capacity import Limiter, limit_experts, settle
 from runtime.experts.dispatch import Limit, Local
+from runtime.experts.fan import TORCH
 from strategies.cost.routing import Routing, dropped_share
 from strategies.schema import Capacity
-from tests.runtime.runs import plan_for
+from tests.runtime.runs import plan_for, row_kernels
 
 
 def one_by_one(index, score, open_, top_k, experts, capacity):
@@ -122,6 +123,25 @@ def test_gradients_go_through_the_weights():
         return limiter(capacity=3)(index, weights, None)[1]
 
     assert torch.autograd.gradcheck(scaled, weights)
+
+
+@pytest.mark.parametrize("candidates", [2, 6])
+def test_a_kernel_gives_the_same_to_the_last_bit(candidates, tmp_path):
+    draw = torch.Generator().manual_seed(0)
+    scores = torch.rand(64, 8, generator=draw) + torch.linspace(0, 0.8, 8)
+    weights, index = scores.softmax(1).topk(candidates)
+    valid = torch.arange(64) % 5 > 0
+    kernels = row_kernels(tmp_path)
+    found = []
+    for given in (TORCH, kernels):
+        twin = weights.clone().requires_grad_()
+        limit = limiter(experts=8, candidates=candidates, capacity=9)
+        ids, scaled = limit(index, twin, valid, given)
+        scaled.square().sum().backward()
+        found.append((ids, scaled.detach(), twin.grad))
+    assert bool((found[0][0] == 8).any())
+    for one, two in zip(*found, strict=True):
+        assert torch.equal(one, two)
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.5])

@@ -145,7 +145,7 @@ def test_with_a_limit_the_host_waits_for_nothing(pretended_ranks, kind, rows, tm
         }[kind]()
         x = torch.randn(12, 6, requires_grad=True)
         weights = torch.rand(12, 4, requires_grad=True)
-        route = dispatcher.route(torch.rand(12, 8).topk(4).indices, 8)
+        route = dispatcher.route(torch.rand(12, 8).topk(4).indices, 8, kernels)
         x_PD, weights_P = route.dispatch(x, weights, kernels)
         y_PD = torch.tanh(x_PD) * route.pairs.expert_P.unsqueeze(1)
         route.combine(y_PD, weights_P, kernels).sum().backward()
@@ -158,10 +158,12 @@ def test_with_a_limit_the_host_waits_for_nothing(pretended_ranks, kind, rows, tm
                 step(None)
 
 
-def test_dropping_waits_for_nothing_either():
-    limiter = Limiter("experts", 8, 2, candidates=2, capacity=3, renormalize=True)
+@pytest.mark.parametrize(("candidates", "kind"), [(2, "torch"), (2, "generated"), (4, "generated")])
+def test_dropping_and_a_kernel_that_reroutes_wait_for_nothing_either(candidates, kind, tmp_path):
+    limiter = Limiter("experts", 8, 2, candidates=candidates, capacity=3, renormalize=True)
+    kernels = TORCH if kind == "torch" else row_kernels(tmp_path)
     with FakeTensorMode():
-        weights, index = torch.rand(12, 8, requires_grad=True).topk(2)
-        ids, scaled = limiter(index, weights, torch.ones(12, dtype=torch.bool))
+        weights, index = torch.rand(12, 8, requires_grad=True).topk(candidates)
+        ids, scaled = limiter(index, weights, torch.ones(12, dtype=torch.bool), kernels)
         scaled.sum().backward()
         assert ids.shape == scaled.shape == (12, 2)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.experts import fan as module
-from runtime.experts.fan import TORCH, Pairs, tally
+from runtime.experts.fan import TORCH, Pairs, RowKernels, tally
 from tests.runtime.runs import row_kernels
 
 
@@ -25,18 +25,23 @@ def generated(tmp_path_factory):
     return row_kernels(tmp_path_factory.mktemp("rows"))
 
 
+KINDS = ("torch", "generated", "ordered")
+
+
 @settings(deadline=None)  # the first call of an operator takes longer
-@given(case=choices(), columns=st.sampled_from([1, 3, 512]), torch_alone=st.booleans())
+@given(case=choices(), columns=st.sampled_from([1, 3, 512]), kind=st.sampled_from(KINDS))
 def test_pairs_are_in_order_of_experts_and_sums_are_those_of_their_rows(
-    generated, case, columns, torch_alone
+    generated, case, columns, kind
 ):
     ids, experts, spare = case
-    kernels = TORCH if torch_alone else generated
+    # In order by a kernel, ids are int32: torch's own code takes them too.
+    ordered = RowKernels(order=generated.order)
+    kernels = {"torch": TORCH, "generated": generated, "ordered": ordered}[kind]
     here = int((ids < experts).sum())
     size, padded = (here, False) if spare is None else (min(here + spare, ids.numel()), True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "COLUMNS", columns)
-        pairs = Pairs.of(ids, experts, size, padded=padded)
+        pairs = Pairs.of(ids, experts, size, kernels, padded=padded)
         x = torch.randn(len(ids), 4, dtype=torch.float32, requires_grad=True)
         weights = torch.rand(ids.shape, requires_grad=True)
         bank = torch.randn(experts + 1, 4)

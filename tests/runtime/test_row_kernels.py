@@ -21,7 +21,9 @@ from strategies.schema import Lora
 from tests.runtime.runs import save_qwen, write_kernels
 
 CPU = torch.device("cpu")
-NAMES = ["moe_combine", "moe_spread"]
+NAMES = ["moe_combine", "moe_order", "moe_reroute", "moe_spread"]
+CALLED = ["moe_combine", "moe_order", "moe_spread"]
+"""Without a capacity."""
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +70,11 @@ def test_a_model_with_the_kernels_has_the_same_loss_and_gradients(built):
 
     with bind(model, map(counted, row_kernels(folder))):
         bound = outcome(model, batch)
-    assert calls == ["moe_spread", "moe_combine"] * len(experts_of(model))
+    assert calls == ["moe_order", "moe_spread", "moe_combine"] * len(experts_of(model))
     for one, two in zip(bound, plain, strict=True):
         torch.testing.assert_close(one, two)
     outcome(model, batch)
-    assert len(calls) == 2 * len(experts_of(model)), "called after it was taken out"
+    assert len(calls) == 3 * len(experts_of(model)), "called after it was taken out"
 
 
 def test_a_recomputed_layer_calls_them_again(built):
@@ -103,21 +105,22 @@ def test_a_model_without_experts_cannot_take_them(built):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("wrong", [None, *NAMES])
+@pytest.mark.parametrize("wrong", [None, *CALLED])
 def test_each_kernel_is_compared_on_values_of_the_model(built, monkeypatch, wrong, dtype):
     model, folder, batch = built
     kernels = row_kernels(folder)
 
     def spoiled(loaded):
         def function(*args, **kwargs):
-            return loaded.function(*args, **kwargs) * 1.1
+            out = loaded.function(*args, **kwargs)
+            return (out[0].flip(0), *out[1:]) if isinstance(out, tuple) else out * 1.1
 
         return replace(loaded, function=function) if loaded.kernel.operator == wrong else loaded
 
     monkeypatch.setattr("codegen.load_kernels", lambda _: [spoiled(loaded) for loaded in kernels])
     checks = operators_vs_reference(model, folder, batch, CPU, dtype)
-    assert [c.name.removeprefix("operators_vs_reference_") for c in checks] == NAMES
-    assert [c.passed for c in checks] == [name != wrong for name in NAMES], checks
+    assert [c.name.removeprefix("operators_vs_reference_") for c in checks] == CALLED
+    assert [c.passed for c in checks] == [name != wrong for name in CALLED], checks
 
 
 def test_a_stock_model_is_left_as_it_was(built):
@@ -156,5 +159,5 @@ def test_experts_in_a_list_get_them_too(built):
     want = block(x)
     stack_expert_lists(block, 3)
     with bind(block, row_kernels(folder)) as binding:
-        assert len(binding.given) == 2
+        assert len(binding.given) == len(NAMES)
         torch.testing.assert_close(block(x), want)

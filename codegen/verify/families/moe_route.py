@@ -1,4 +1,5 @@
-"""Cases of the rows of experts: any number of items a row, items of no row, widths, dtypes."""
+"""Cases of the rows of experts: any number of items a row, items of no row, widths, dtypes; those
+of the family's other operators are `routing`'s."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import ClassVar, Literal
 import torch
 
 from codegen.verify.cases import Case, Kind, Shape, scaled
+from codegen.verify.families import routing
 
 IDS: Mapping[str, Kind] = {"source": "whole", "by_source": "whole", "offsets": "whole"}
 
@@ -98,6 +100,8 @@ class CombineCase(RouteCase):
 
 
 def cases(shape: Shape) -> list[Case]:
+    if shape.operator not in ("moe_spread", "moe_combine"):
+        return routing.cases(shape)
     counts = (3, 0, 8, 1, 2, 0, 5, 4, 9)  # more and less than a kernel loads at a time
     given = {"counts": counts, "lengths": (sum(counts),)}
     if shape.operator == "moe_spread":
