@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from analyzers.errors import InputError
 from analyzers.experts import experts_of
 from runtime.experts.fan import TORCH, RowKernels, tally
-from runtime.experts.replay import TOPK, once
+from runtime.experts.replay import TopkHandler, once
 
 if TYPE_CHECKING:
     from analyzers.experts import Moe
@@ -139,28 +138,21 @@ class Limiter:
         return torch.where(got_TK, index_TN.gather(1, column_TK), self.experts), column_TK
 
 
-class _Candidates(TorchFunctionMode):
+class _Candidates(TopkHandler):
     """Makes the router's own code choose N experts, in order of its scores, where it asks for K."""
 
     def __init__(self, limiter: Limiter) -> None:
-        super().__init__()
         self.limiter = limiter
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func not in TOPK or not self._is_choice(*args, **kwargs):
-            return func(*args, **kwargs)
+    def handle(self, topk: Callable, input: Tensor, k: int, dim: int, *args: Any, **kw: Any) -> Any:
         limiter = self.limiter
-        found = torch.topk(args[0] if args else kwargs["input"], limiter.candidates, dim=-1)
+        if input.shape[-1] != limiter.experts or k != limiter.top_k:
+            return topk(input, k, dim, *args, **kw)
+        found = topk(input, limiter.candidates)
         if limiter.grouped:  # those left out are masked with zero or minus infinity
             closed = (found.values == 0) | found.values.isneginf()
             limiter.closed_TN = closed.reshape(-1, limiter.candidates)
         return found
-
-    def _is_choice(self, input: Tensor, k: int, *_: Any, **__: Any) -> bool:
-        return input.shape[-1] == self.limiter.experts and k == self.limiter.top_k
 
 
 def limit_experts(model: Any, plan: Plan) -> dict[str, Limiter]:

@@ -10,27 +10,54 @@ counts and waits for none.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 T = TypeVar("T")
 
-TOPK = (torch.topk, torch.Tensor.topk)
+
+class TopkHandler:
+    """Sees every topk while it is entered; the one that was entered last sees it first.
+
+    It takes the function's place: a mode would be asked about every function of a layer, which
+    costs a step on a fast device more time than it has.
+    """
+
+    def handle(self, topk: Callable, input: Tensor, k: int, dim: int, *args: Any, **kw: Any) -> Any:
+        """What to give for `topk(input, k, dim, ...)`, where `topk` is what was there before."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        self.before = torch.topk, torch.Tensor.topk
+        inner = torch.topk
+
+        def topk(input: Tensor, k: int, dim: int = -1, *args: Any, **kwargs: Any) -> Any:
+            if "out" in kwargs:
+                return inner(input, k, dim, *args, **kwargs)
+            return self.handle(inner, input, k, dim, *args, **kwargs)
+
+        self._put(topk, topk)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._put(*self.before)
+
+    @staticmethod
+    def _put(function: Any, method: Any) -> None:
+        torch.topk, torch.Tensor.topk = function, method
 
 
-class _Tape(TorchFunctionMode):
+class _Tape(TopkHandler):
     """Active while a layer runs: writes down its decisions, or gives those written down."""
 
     playing: _Tape | None = None
 
     def __init__(self, decisions: list[Any], replay: bool) -> None:
-        super().__init__()
         self.decisions, self.replay = decisions, replay
 
-    def __enter__(self) -> _Tape:
+    def __enter__(self) -> Self:
         self.at, self.outer, _Tape.playing = 0, _Tape.playing, self
         if not self.replay:
             self.decisions.clear()
@@ -46,20 +73,11 @@ class _Tape(TorchFunctionMode):
         self.at += 1
         return self.decisions[self.at - 1]
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func not in TOPK or "out" in kwargs:
-            return func(*args, **kwargs)
+    def handle(self, topk: Callable, input: Tensor, k: int, dim: int, *args: Any, **kw: Any) -> Any:
         with torch.no_grad():
-            indices = self.decide(lambda: func(*args, **kwargs).indices)
-        return _at(indices, *args, **kwargs)
-
-
-def _at(indices: Tensor, input: Tensor, k: int, dim: int = -1, *_: Any, **__: Any) -> Any:
-    """What topk gives, in the same steps each time: checkpointing compares what they save."""
-    return torch.return_types.topk((input.gather(dim, indices), indices))
+            indices = self.decide(lambda: topk(input, k, dim, *args, **kw).indices)
+        # In the same steps each time: checkpointing compares what they save.
+        return torch.return_types.topk((input.gather(dim, indices), indices))
 
 
 def once(decide: Callable[[], T]) -> T:

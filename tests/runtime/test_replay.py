@@ -62,3 +62,18 @@ def test_a_layer_that_is_repeated_without_this_chooses_anew():
     gradients(layer, context_fn=lambda: (torch.enable_grad(), torch.enable_grad()))
     assert not torch.equal(*layer.chosen)
     assert layer.routes == 2
+
+
+@pytest.mark.parametrize("call", [torch.topk, torch.Tensor.topk, lambda x, k: x.topk(k=k)])
+def test_functions_are_what_they_were_once_a_layer_is_done(call):
+    before = torch.topk, torch.Tensor.topk
+    first, again = replaying()
+    x = torch.randn(3, 5)
+    with first:
+        assert torch.topk is not before[0]
+        indices = x.topk(2).indices
+        torch.topk(x, 2, out=(torch.empty(0), torch.empty(0, dtype=torch.long)))  # not a choice
+    with again:
+        assert torch.equal((-x).topk(2).indices, indices)
+    assert (torch.topk, torch.Tensor.topk) == before
+    assert torch.equal(call(x, 2).indices, indices)
