@@ -74,13 +74,18 @@ class Moe:
 
     @property
     def for_images(self) -> bool:
-        return "vision" in self.path
+        return for_images(self.path)
 
     @property
     def visited(self) -> float:
         """The share of the experts that one token of text visits; zero experts, which compute
         nothing, are taken to be chosen as often as the others."""
         return 0.0 if self.for_images else self.top_k / (self.count + self.zero_experts)
+
+
+def for_images(path: str) -> bool:
+    """Whether a layer has experts at `path` for images alone."""
+    return "vision" in path
 
 
 def find_moes(layer: nn.Module, config: Any) -> list[Moe]:

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from analyzers.errors import InputError
+from analyzers.experts import for_images
 from analyzers.structure import decoder_layers
 from runtime.experts import experts_of
-from runtime.shards import local_rows
+from runtime.peft_names import FactorNames
+from runtime.shards import local_rows, shared_parameters
 
 if TYPE_CHECKING:
     from analyzers.schema import ModelAnalysis
@@ -121,8 +123,8 @@ def insert_adapters(model: nn.Module, lora: Lora, analysis: ModelAnalysis) -> li
             raise InputError(
                 "job.json",
                 field="lora.targets",
-                fault=f"'{target}' names nothing in {analysis.architecture}",
-                fix="leave it out",
+                fault=f"'{target}' names nothing in {analysis.architecture} that can be adapted",
+                fix="leave it out; docs/adapters.md says what is never adapted",
             )
         touched += names
     return touched
@@ -148,7 +150,9 @@ def _check(lora: Lora) -> None:
 
 
 def _linear_names(model: nn.Module, analysis: ModelAnalysis, part: str) -> list[str]:
-    """Linear layers of a part, without those that an adapter would not reach or be wrong for."""
+    """Linear layers of a part, without those that an adapter would not reach or be wrong for, that
+    share their weight (merging adds what each of them learned to all), or whose adapter stock PEFT
+    could not read."""
     prefix, _ = decoder_layers(model)
     names = [
         f"{prefix}.{layer}.{linear.name}"
@@ -157,7 +161,14 @@ def _linear_names(model: nn.Module, analysis: ModelAnalysis, part: str) -> list[
         for linear in block.linears
         if linear.part == part
     ]
-    return [name for name in names if _reached(model, name)]
+    on_disk, shared = FactorNames(model), shared_parameters(model)
+    return [
+        name
+        for name in names
+        if _reached(model, name)
+        and model.get_parameter(f"{name}.weight") not in shared
+        and on_disk.stored(f"{name}.lora_A.weight")
+    ]
 
 
 def _reached(model: nn.Module, name: str) -> bool:
@@ -179,9 +190,15 @@ def _adapt_linear(module: Any, lora: Lora, target: LoraTarget) -> None:
 
 
 def _adapt_experts(model: nn.Module, lora: Lora) -> list[str]:
-    rank, prefix = lora.rank_of("routed_experts"), decoder_layers(model)[0]
-    # Not those of a tower that texts never reach.
-    found = {n: experts for n, experts in experts_of(model).items() if n.startswith(f"{prefix}.")}
+    rank = lora.rank_of("routed_experts")
+    on_disk, shared = FactorNames(model), shared_parameters(model)
+    found = {
+        name: experts
+        for name, experts in experts_of(model).items()
+        if _for_texts(model, name)
+        and shared.isdisjoint(experts.parameters())
+        and on_disk.stored(f"{name}.lora_A.weight")
+    }
     for name, module in found.items():
         owner = module
         if lora.shared_a:
@@ -197,6 +214,12 @@ def _adapt_experts(model: nn.Module, lora: Lora) -> list[str]:
             setattr(module, f"lora_{bank}_B", _factor(count, outs, rank, device=device))
         module.lora_scale, module.lora_dropout = lora.scale_of("routed_experts"), lora.dropout
     return list(found)
+
+
+def _for_texts(model: nn.Module, experts: str) -> bool:
+    """Whether texts reach experts: they are not of a tower, nor a layer's own for images."""
+    prefix = f"{decoder_layers(model)[0]}."
+    return experts.startswith(prefix) and not for_images(experts.removeprefix(prefix))
 
 
 def banks(experts: Any) -> list[str]:

@@ -20,9 +20,10 @@ from analyzers.errors import InputError
 from runtime.adapters import LoraLinear, adapter_parameters, banks
 from runtime.experts import experts_of
 from runtime.experts.lists import ExpertList, under_own_names
+from runtime.peft_names import FactorNames, taken_for_experts
 from runtime.reader import Reader
 from runtime.shards import local_rows
-from runtime.weights import full_tensors, own_classes
+from runtime.weights import full_tensors
 
 if TYPE_CHECKING:
     from strategies.schema import Job, Lora
@@ -31,10 +32,6 @@ PREFIX = "base_model.model."
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 LINEAR = ("lora_A", "lora_B")
 """Names of the factors of a linear layer."""
-RENAMED = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
-"""Names by which PEFT takes a linear layer for one of the experts, which it then looks for in the
-stack, whatever the rest of the name says (`_convert_peft_config_moe`). The same adapter under the
-same names, but of the layer's `weight` as a parameter, is left as it is."""
 PLAIN = {
     "peft_type": "LORA",
     "bias": "none",
@@ -56,43 +53,26 @@ def pack_b(b_EOr: Tensor) -> Tensor:
 
 
 class Names:
-    """PEFT's names of a model's adapter factors; one of an expert in a list is that of a linear
-    layer.
-
-    PEFT sends the names that it reads through transformers' renaming from released names, which is
-    made for weights and is not always at rest with a name that is the model's already. Such a
-    factor goes by its released name.
-    """
+    """PEFT's names of a model's adapter factors on disk; one of an expert in a list is that of a
+    linear layer."""
 
     def __init__(self, model: nn.Module) -> None:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightRenaming
-
-        self.experts = experts_of(model)
-        with own_classes(model):
-            conversions = get_model_conversion_mapping(model)  # type: ignore[arg-type]
-        self._renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+        self.experts, self._names = experts_of(model), FactorNames(model)
 
     def __call__(self, name: str) -> str:
         """Of a factor by its name in this runtime."""
         module, _, factor = name.rpartition(".")
         side = factor[-1]
-        if factor == f"lora_{side}":
-            return f"{PREFIX}{self._released(f'{module}.lora_{side}.weight')}"
-        module = _experts_at(module, self.experts)
-        first, last = banks(self.experts[module])
-        inner = "base_layer." if factor == f"lora_{first}_{side}" else ""
-        assert inner or factor == f"lora_{last}_{side}"
-        return f"{PREFIX}{module}.{inner}lora_{side}.weight"
-
-    def _released(self, key: str) -> str:
-        from transformers.core_model_loading import apply_renamings
-
-        if apply_renamings(key, self._renamings) == key:
-            return key
-        backwards = [renaming.reverse_transform() for renaming in reversed(self._renamings)]
-        released = apply_renamings(key, backwards)  # type: ignore[arg-type]
-        return released if apply_renamings(released, self._renamings) == key else key
+        key = f"{module}.lora_{side}.weight"
+        if factor != f"lora_{side}":
+            module = _experts_at(module, self.experts)
+            first, last = banks(self.experts[module])
+            inner = "base_layer." if factor == f"lora_{first}_{side}" else ""
+            assert inner or factor == f"lora_{last}_{side}"
+            key = f"{module}.{inner}lora_{side}.weight"
+        stored = self._names.stored(key)
+        assert stored is not None, f"{name} was adapted, but PEFT has no name for it"
+        return f"{PREFIX}{stored}"
 
 
 def _experts_at(module: str, experts: dict[str, Any]) -> str:
@@ -121,10 +101,10 @@ def peft_tensors(model: nn.Module) -> dict[str, Tensor]:
 def peft_config(model: nn.Module, job: Job) -> dict[str, object]:
     lora, experts = job.lora, experts_of(model)
     modules, parameters, ranks = list[str](), list[str](), dict[str, int]()
-    stacked = any(not isinstance(module, ExpertList) for module in experts.values())
+    renamed = taken_for_experts(model)
     for name, module in model.named_modules():
         if isinstance(module, LoraLinear):
-            by_weight = stacked and name.rpartition(".")[2] in RENAMED
+            by_weight = name.rpartition(".")[2] in renamed
             names = [f"{name}.weight" if by_weight else name]
             (parameters if by_weight else modules).extend(names)
             ranks |= dict.fromkeys(names, module.lora_A.shape[0])

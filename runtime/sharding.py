@@ -25,6 +25,7 @@ from runtime.experts.capacity import Limiter, limit_experts
 from runtime.experts.copies import Copies
 from runtime.experts.dispatch import AllGather, AllToAll, Dispatcher, Hierarchical, Limit, Local
 from runtime.experts.replay import replaying
+from runtime.shards import shared_parameters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -159,7 +160,10 @@ def parallelize(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
 
 
 def _shard_layers(model: nn.Module, plan: Plan, meshes: Meshes, own: set[nn.Parameter]) -> None:
-    for layer in decoder_layers(model)[1]:
+    layers = decoder_layers(model)[1]
+    # What two layers share belongs to neither's group: whole on every rank, it is never gathered.
+    own |= shared_parameters(nn.ModuleList(layers))
+    for layer in layers:
         _shard(layer, meshes.fsdp, plan.reshard_after_forward, own)
     _shard(model, meshes.fsdp, False, own)
     for module in model.modules():

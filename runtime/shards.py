@@ -1,11 +1,15 @@
-"""What a rank holds of a tensor, and the whole of it."""
+"""What a rank holds of a tensor, and the whole of it; a sharded model under its own classes."""
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 
@@ -48,3 +52,25 @@ def tensor_digest(tensor: Tensor) -> str:
     made = hashlib.sha256(f"{data.dtype}{list(data.shape)}".encode())
     made.update(data.reshape(-1).view(torch.uint8).numpy().tobytes())
     return made.hexdigest()
+
+
+def shared_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that a model has under several names."""
+    count = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
+    return {p for p, names in count.items() if names > 1}
+
+
+@contextmanager
+def own_classes(model: nn.Module) -> Iterator[None]:
+    """Takes away the class that FSDP puts before a module's own: transformers finds a model's
+    conversions by the name of its class, and finds others, or none, by FSDP's."""
+    sharded = [
+        (module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)
+    ]
+    try:
+        for module, cls in sharded:
+            module.__class__ = cls.__mro__[2]  # FSDP's, FSDPModule, the module's own
+        yield
+    finally:
+        for module, cls in sharded:
+            module.__class__ = cls

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from analyzers.conversion import Conversion, Recipe, plan_conversion
 from analyzers.errors import InputError
@@ -22,7 +20,7 @@ from runtime.adapters import is_adapter
 from runtime.experts.lists import converters, under_own_names
 from runtime.packed import CODES, SCALES, bank_of, unpacked
 from runtime.reader import Reader
-from runtime.shards import full, local_rows, tensor_digest
+from runtime.shards import full, local_rows, own_classes, tensor_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,22 +69,6 @@ def conversion_of(model: PreTrainedModel, reader: Reader) -> Conversion:
     wanted = {(bank_of(model, n) or (n,))[0]: t for n, t in base_state(model).items()}
     with own_classes(model):
         return plan_conversion(model, reader.tensors, wanted, converters(model))
-
-
-@contextmanager
-def own_classes(model: nn.Module) -> Iterator[None]:
-    """Takes away the class that FSDP puts before a module's own: transformers finds a model's
-    conversions by the name of its class, and finds others, or none, by FSDP's."""
-    sharded = [
-        (module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)
-    ]
-    try:
-        for module, cls in sharded:
-            module.__class__ = cls.__mro__[2]  # FSDP's, FSDPModule, the module's own
-        yield
-    finally:
-        for module, cls in sharded:
-            module.__class__ = cls
 
 
 @dataclass(frozen=True)
@@ -164,25 +146,23 @@ def _check_shape(recipe: Recipe, found: tuple, shape: torch.Size, reader: Reader
 
 
 def _fill_computed_buffers(model: PreTrainedModel, loaded: set[str]) -> None:
-    """Buffers that no checkpoint holds (rotary frequencies) are computed by the model itself."""
+    """Buffers that no checkpoint holds (rotary frequencies) are computed by the model itself: by
+    the code of the part that a module belongs to, of the module or of one around it."""
+    computed = {n: b for n, b in model.named_buffers() if n not in loaded}
+    if not computed:
+        return
     for own in (*model.parameters(), *model.buffers()):
         own._is_hf_initialized = True  # type: ignore[attr-defined]  # read: leave it alone
-    for name, module in model.named_modules():
-        prefix = f"{name}." if name else ""
-        computed = [b for b in module._buffers if f"{prefix}{b}" not in loaded]
-        if not any(module._buffers[b] is not None for b in computed):
-            continue
-        for buffer in computed:
-            value = module._buffers[buffer]
-            if value is not None:
-                value._is_hf_initialized = False  # type: ignore[attr-defined]
-                if value.is_floating_point():
-                    value.fill_(float("nan"))
-        model._init_weights(module)
-        for buffer in computed:
-            value = module._buffers[buffer]
-            if value is not None and value.is_floating_point() and value.isnan().any():
-                raise InputError(type(module).__name__, fault=f"{prefix}{buffer} is never filled")
+    for buffer in computed.values():
+        buffer._is_hf_initialized = False  # type: ignore[attr-defined]
+        if buffer.is_floating_point():
+            buffer.fill_(float("nan"))
+    for module in model.modules():
+        module._is_hf_initialized = False  # type: ignore[assignment]  # read: look at its tensors
+    model.initialize_weights()
+    for name, buffer in computed.items():
+        if buffer.is_floating_point() and buffer.isnan().any():
+            raise InputError(type(model).__name__, fault=f"{name} is never filled")
 
 
 def full_tensors(model: nn.Module, *, adapters: bool) -> Iterator[tuple[str, Tensor]]:
