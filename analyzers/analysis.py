@@ -123,6 +123,7 @@ def analyze(
     else:
         graphs, fidelity, reason = _traced(model, layer_kinds, calls)
     say(f"fidelity {fidelity}: {reason}")
+    encoder = bool(model.config.is_encoder_decoder)
     return ModelAnalysis(
         model_type=config.model_type,
         architecture=type(model).__name__,
@@ -145,7 +146,7 @@ def analyze(
         ),
         layers=_layers(layer_kinds),
         blocks=[
-            _block(kind, kind_calls, graph)
+            _block(kind, kind_calls, graph, encoder)
             for kind, kind_calls, graph in zip(layer_kinds, calls, graphs, strict=True)
         ],
         outer=outer,
@@ -225,10 +226,11 @@ def _experts(
     )
 
 
-def _block(kind: Kind, calls: list[Call], graph: BlockGraph | None) -> Block:
+def _block(kind: Kind, calls: list[Call], graph: BlockGraph | None, encoder: bool) -> Block:
     count: Counter[PartName] = Counter()
     for name, parameter in kind.module.named_parameters():
         count[kind.part(name)] += kind.elements(name, parameter)
+    run = _run(kind, None if encoder else graph)
     linears = [
         Linear(
             name=path,
@@ -242,6 +244,7 @@ def _block(kind: Kind, calls: list[Call], graph: BlockGraph | None) -> Block:
         if isinstance(module, nn.Linear)
         and ".indexer." not in path
         and kind.part(path) != "routed_experts"
+        and path.partition(".")[0] in run
     ]
     parts = tally.parts(count, calls)
     if graph and graph.saved is not None and graph.adapted_saved is not None:
@@ -254,11 +257,19 @@ def _block(kind: Kind, calls: list[Call], graph: BlockGraph | None) -> Block:
         feed_forward=kind.feed_forward,
         parts=parts,
         linears=linears,
-        banks=[bank for moe in kind.moes for bank in moe.banks],
+        banks=[bank for moe in kind.moes if not moe.for_images for bank in moe.banks],
         mixer_attributes=kind.mixers[0].attributes if kind.mixers else {},
         saved_from="graph" if graph and graph.saved is not None else "formula",
         graph=graph and graph.document,
     )
+
+
+def _run(kind: Kind, graph: BlockGraph | None) -> set[str]:
+    """The members of a block that its graph calls; without a graph, all. A decoder's attention to
+    an encoder, for one, does nothing in a model that has no encoder."""
+    if graph is None:
+        return {name for name, _ in kind.module.named_children()}
+    return {node.path.partition(".")[0] for node in graph.document.nodes}
 
 
 def _float32_names(model: PreTrainedModel) -> list[str]:

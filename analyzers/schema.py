@@ -255,7 +255,9 @@ class Block:
     feed_forward: Literal["dense", "moe", "none"]
     parts: list[Part]
     linears: list[Linear]
+    """Without those that texts never run."""
     banks: list[ExpertBank]
+    """Without those for images."""
     saved_from: Literal["graph", "formula"] = "formula"
     """Whether `saved_bytes` of the parts were measured on the graph, as autograd keeps them for
     the model's own code around the large operators, or summed from the operators' formulas."""
