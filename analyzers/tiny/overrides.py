@@ -77,7 +77,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "loop_layer_index_end": 4,
     },
     # With fewer layers than scales, its plan of scales needs scipy.
-    "inkling_mm_model": {"vision_config.n_layers": 12},
+    "inkling_mm_model": {"vision_config.n_layers": 4, "vision_config.patch_size": 4},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 2 * HIDDEN // HEAD_DIM},
