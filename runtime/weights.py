@@ -159,10 +159,11 @@ def _fill_computed_buffers(model: PreTrainedModel, loaded: set[str]) -> None:
             buffer.fill_(float("nan"))
     for module in model.modules():
         module._is_hf_initialized = False  # type: ignore[assignment]  # read: look at its tensors
-    model.initialize_weights()
+    with own_classes(model):  # transformers looks at less in code that is not its own
+        model.initialize_weights()
     for name, buffer in computed.items():
         if buffer.is_floating_point() and buffer.isnan().any():
-            raise InputError(type(model).__name__, fault=f"{name} is never filled")
+            raise InputError(model.config.model_type, fault=f"{name} is never filled")
 
 
 def full_tensors(model: nn.Module, *, adapters: bool) -> Iterator[tuple[str, Tensor]]:

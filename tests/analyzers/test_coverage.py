@@ -2,6 +2,7 @@
 
 import pytest
 
+from analyzers import analyze
 from analyzers.coverage import (
     Architecture,
     Excluded,
@@ -9,6 +10,7 @@ from analyzers.coverage import (
     enumerate_architectures,
     examine,
     render,
+    write_tiny,
 )
 
 # Expected: the mixers of the kinds of layers by the published description of each architecture, and
@@ -86,3 +88,16 @@ def test_the_page_counts_levels_and_gives_every_reason():
     assert "| A | t | traced | kda, mla | 8 / 2 |" in page
     assert "- B (structural): export failed" in page
     assert "| c_vision | a part of c |" in page
+
+
+@pytest.mark.parametrize(
+    ("architecture", "attends"),
+    [("BigBirdPegasusForCausalLM", False), ("BigBirdPegasusForConditionalGeneration", True)],
+)
+def test_attention_to_an_encoder_is_listed_where_there_is_one(tmp_path, architecture, attends):
+    kind = Architecture("bigbird_pegasus", architecture, ())
+    write_tiny(kind, tmp_path)
+    a = analyze(tmp_path)
+    names = {linear.name for block in a.blocks for linear in block.linears}
+    assert {"self_attn.q_proj", "fc1"} <= names
+    assert any(name.startswith("encoder_attn.") for name in names) == attends

@@ -10,8 +10,12 @@ CASES = {
     "BailingHybridForCausalLM": "bailing_hybrid",
     # Experts transposed, with biases, gate and up interleaved.
     "GptOssForCausalLM": "gpt_oss",
+    # Experts whose names PEFT moves.
+    "MistralLarge4ForConditionalGeneration": "mistral_large4",
     # Experts without a gate in a latent space.
     "NemotronHForCausalLM": "nemotron_h",
+    # No experts, and layers that share a block.
+    "ZambaForCausalLM": "zamba",
 }
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -29,5 +33,12 @@ def rows(tmp_path_factory):
 def test_trains_as_one_process_and_stock_peft_and_merging_agree(rows, name):
     row = rows[name]
     assert row.proved, row.reason
-    assert row.ep == 2
-    assert "routed_experts" in row.targets
+    assert row.ep == (2 if "routed_experts" in row.targets else 1)
+    assert ("routed_experts" in row.targets) == (name != "ZambaForCausalLM")
+
+
+def test_a_class_that_gives_no_logits_for_token_ids_is_not_trained(tmp_path):
+    row = prepare(Architecture("yoso", "YosoModel", ()), tmp_path)
+    assert row.reason.startswith("has no head for language")
+    row = prepare(Architecture("nllb-moe", "NllbMoeForConditionalGeneration", ()), tmp_path)
+    assert row.reason.startswith("an encoder-decoder whose decoder wants ids of its own")

@@ -146,6 +146,8 @@ def test_parts_that_are_not_understood_are_refused(tmp_path):
         # A computed buffer whose initialisation draws the weights of a layer inside, too.
         ("unlimited_ocr", "UnlimitedOcrForConditionalGeneration"),
         ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),  # transposed where shapes differ
+        ("falcon_h1", "FalconH1ForCausalLM"),  # a buffer that the model around the layer fills
+        ("lfm3_vl", "Lfm3VlForConditionalGeneration"),  # one that the text model alone knows
     ],
 )
 def test_every_tensor_is_that_of_a_stock_load(tmp_path, kind, name):
