@@ -123,7 +123,7 @@ def analyze(
     else:
         graphs, fidelity, reason = _traced(model, layer_kinds, calls)
     say(f"fidelity {fidelity}: {reason}")
-    encoder = bool(model.config.is_encoder_decoder)
+    encoder = bool(getattr(model.config, "is_encoder_decoder", False))
     return ModelAnalysis(
         model_type=config.model_type,
         architecture=type(model).__name__,

@@ -120,10 +120,12 @@ def insert_adapters(model: nn.Module, lora: Lora, analysis: ModelAnalysis) -> li
             for name in names:
                 _adapt_linear(model.get_submodule(name), lora, target)
         if not names and target in ("attention", "routed_experts"):
+            why = ": its layers share their weights with others" * _all_shared(model)
             raise InputError(
                 "job.json",
                 field="lora.targets",
-                fault=f"'{target}' names nothing in {analysis.architecture} that can be adapted",
+                fault=f"'{target}' names nothing in {analysis.architecture} that can be adapted"
+                + why,
                 fix="leave it out; docs/adapters.md says what is never adapted",
             )
         touched += names
@@ -169,6 +171,11 @@ def _linear_names(model: nn.Module, analysis: ModelAnalysis, part: str) -> list[
         and model.get_parameter(f"{name}.weight") not in shared
         and on_disk.stored(f"{name}.lora_A.weight")
     ]
+
+
+def _all_shared(model: nn.Module) -> bool:
+    linears = [m for m in decoder_layers(model)[1].modules() if isinstance(m, nn.Linear)]
+    return {m.weight for m in linears} <= shared_parameters(model)
 
 
 def _reached(model: nn.Module, name: str) -> bool:
