@@ -32,6 +32,14 @@ if TYPE_CHECKING:
 
     from strategies.schema import Plan
 
+INSTEAD = {
+    "pp": "1, and its ranks to fsdp, which shards every layer",
+    "tp": "1, and its ranks to fsdp, or to ep for weights of experts",
+    "cp": "1, and full recomputation: a rank then keeps one input a layer of its sequence",
+}
+"""Axes that the runtime does not have, and what it has for the same need; `docs/training.md` gives
+the reasons."""
+
 
 @dataclass(frozen=True)
 class Meshes:
@@ -47,10 +55,10 @@ class Meshes:
 def check_plan(plan: Plan) -> None:
     """Raises InputError for what this runtime does not have: it would be ignored silently."""
     p = plan.parallelism
-    for axis in ("pp", "tp", "cp"):
+    for axis, instead in INSTEAD.items():
         if getattr(p, axis) != 1:
             fault = f"{axis} = {getattr(p, axis)}, but this runtime shards by fsdp and ep only"
-            raise InputError("plan.json", field=f"parallelism.{axis}", fault=fault)
+            raise InputError("plan.json", field=f"parallelism.{axis}", fault=fault, fix=instead)
     if plan.expert_weight_format == "fp8":
         fault = "fp8, but this runtime keeps experts packed as mxfp4 alone"
         raise InputError("plan.json", field="expert_weight_format", fault=fault, fix="bf16")

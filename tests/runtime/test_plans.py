@@ -13,8 +13,11 @@ def test_an_axis_that_the_runtime_lacks_is_refused(axis):
     from dataclasses import replace
 
     plan = replace(plan_for(2), parallelism=Parallelism(fsdp=2, efsdp=2, **{axis: 2}))
-    with pytest.raises(InputError, match=rf"plan.json: parallelism.{axis}: {axis} = 2"):
+    fault = rf"plan.json: parallelism.{axis}: {axis} = 2, but .* by fsdp and ep only"
+    with pytest.raises(InputError, match=fault) as e:
         build_meshes(plan)
+    assert e.value.exit_status == 2
+    assert e.value.fix.startswith("1, and ")
 
 
 def test_fp8_experts_are_refused():

@@ -57,6 +57,14 @@ def test_every_offered_ep_divides_experts_and_devices(k3, name):
         assert p.pp * p.dp_replicate * p.fsdp * p.tp == cluster.world_size
 
 
+@pytest.mark.parametrize("name", sorted(path.stem for path in CLUSTERS.glob("*.yaml")))
+def test_a_plan_has_axes_that_the_runtime_lacks_only_when_they_are_allowed(tiny, name):
+    plan = search(tiny, load_cluster(CLUSTERS / f"{name}.yaml"), job(256))
+    assert plan.runnable
+    offered = [plan, *(a for a in plan.alternatives if a.runnable)]
+    assert {(o.parallelism.pp, o.parallelism.tp, o.parallelism.cp) for o in offered} == {(1, 1, 1)}
+
+
 @pytest.mark.parametrize("ep", [24, 48, 72, 96])
 def test_an_ep_that_does_not_divide_the_experts_is_refused(k3, ep):
     cluster = load_cluster(CLUSTERS / "cloudmatrix384.yaml")
