@@ -74,8 +74,8 @@ def plan(
         list[str] | None,
         typer.Option(
             metavar="FEATURE",
-            help="Let the plan use hierarchical, capacity or copies, or what the runtime cannot "
-            "run yet: pp, tp, cp, selective, mapping, packed_experts, offload; or all. "
+            help="Let the plan use hierarchical, capacity, copies or selective, or what the "
+            "runtime cannot run: pp, tp, cp, mapping, packed_experts, offload; or all. "
             "Repeatable. Without it they are shown as alternatives.",
         ),
     ] = None,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,18 +53,43 @@ class LoraLinear(nn.Linear):
     lora_scale: float
     lora_dropout: float
 
+    @staticmethod
+    def product(
+        x_NF: Tensor,
+        kept_NF: Tensor,
+        w_OF: Tensor,
+        bias_O: Tensor | None,
+        a_rF: Tensor,
+        b_Or: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """-> [N, O], and what goes into B [N, r]. The low-rank product is added inside of a matrix
+        product to what the base gave, which is neither read nor written once more."""
+        low_Nr = kept_NF @ a_rF.t()
+        return F.linear(x_NF, w_OF, bias_O).addmm_(low_Nr, b_Or.t(), alpha=scale), low_Nr
+
     def forward(self, input: Tensor) -> Tensor:
         x_NF = input.reshape(-1, input.shape[-1])
         dropped = self.training and self.lora_dropout > 0
         kept_NF = F.dropout(x_NF, self.lora_dropout) if dropped else x_NF
         factors = self.lora_A, self.lora_B, self.lora_scale
-        y_NO = _LowRank.apply(x_NF, kept_NF, self.weight, self.bias, *factors)
+        y_NO = _LowRank.apply(x_NF, kept_NF, self.weight, self.bias, *factors, self.product)
         return y_NO.view(*input.shape[:-1], y_NO.shape[-1])  # type: ignore[union-attr]
 
 
+_library = torch.library.Library("adapter_agent", "DEF")
+_library.define(
+    "adapted_linear(Tensor x, Tensor kept, Tensor w, Tensor? bias, Tensor a, Tensor b, float scale)"
+    " -> (Tensor, Tensor)"
+)
+_library.impl("adapted_linear", LoraLinear.product, "CompositeExplicitAutograd")
+product_as_one = torch.ops.adapter_agent.adapted_linear.default
+"""`LoraLinear.product` as one operator, for who looks at operators; calling it takes longer."""
+
+
 class _LowRank(torch.autograd.Function):
-    """The low-rank products are added inside of matrix products, to what the base layer gave and to
-    the gradient that goes through it: neither is read or written once more."""
+    """Gradients of a layer with its adapter: as in forward, the low-rank product is added inside of
+    a matrix product to what goes through the base."""
 
     @staticmethod
     def forward(
@@ -75,12 +101,13 @@ class _LowRank(torch.autograd.Function):
         a_rF: Tensor,
         b_Or: Tensor,
         scale: float,
+        product: Callable[..., tuple[Tensor, Tensor]],
     ) -> Tensor:
         a, b = a_rF.to(x_NF.dtype), b_Or.to(x_NF.dtype)
-        low_Nr = kept_NF @ a.t()
+        y_NO, low_Nr = product(x_NF, kept_NF, w_OF, bias_O, a, b, scale)
         ctx.save_for_backward(kept_NF, w_OF, a, b, low_Nr)
         ctx.scale, ctx.dropped, ctx.dtype = scale, kept_NF is not x_NF, a_rF.dtype
-        return F.linear(x_NF, w_OF, bias_O).addmm_(low_Nr, b.t(), alpha=scale)
+        return y_NO
 
     @staticmethod
     @once_differentiable
@@ -96,7 +123,7 @@ class _LowRank(torch.autograd.Function):
                 grad_kept = grad_low_Nr @ a
             else:
                 grad_x.addmm_(grad_low_Nr, a)
-        return grad_x, grad_kept, None, None, grad_a, grad_b, None
+        return grad_x, grad_kept, None, None, grad_a, grad_b, None, None
 
 
 def is_adapter(name: str) -> bool:

@@ -25,6 +25,7 @@ from runtime.experts.capacity import Limiter, limit_experts
 from runtime.experts.copies import Copies
 from runtime.experts.dispatch import AllGather, AllToAll, Dispatcher, Hierarchical, Limit, Local
 from runtime.experts.replay import replaying
+from runtime.recomputation import selective
 from runtime.shards import shared_parameters
 
 if TYPE_CHECKING:
@@ -62,9 +63,6 @@ def check_plan(plan: Plan) -> None:
     if plan.expert_weight_format == "fp8":
         fault = "fp8, but this runtime keeps experts packed as mxfp4 alone"
         raise InputError("plan.json", field="expert_weight_format", fault=fault, fix="bf16")
-    if plan.activation_checkpointing == "selective":
-        fault = "selective, but this runtime recomputes whole layers or nothing"
-        raise InputError("plan.json", field="activation_checkpointing", fault=fault, fix="full")
     if plan.mapping.shards_inside:
         fault = "set, but this runtime puts expert parallelism on neighbouring ranks"
         raise InputError("plan.json", field="mapping.shards_inside", fault=fault, fix="false")
@@ -146,8 +144,9 @@ def parallelize(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
         fault = f"{type(model).__name__} has no experts that run through transformers' registry"
         raise InputError("plan.json", field="parallelism.ep", fault=fault, fix="plan with ep = 1")
     own_groups: set[nn.Parameter] = set()
-    if plan.activation_checkpointing == "full":
-        kwargs = {"use_reentrant": False, "context_fn": replaying}
+    if plan.activation_checkpointing != "none":
+        every = plan.activation_checkpointing == "full"
+        kwargs = {"use_reentrant": False, "context_fn": replaying if every else selective(model)}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
     for name, experts in experts_of(model).items():
         if plan.parallelism.ep > 1:

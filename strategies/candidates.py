@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 RECOMPUTATION = ("none", "selective", "full")
-"""`selective` keeps the outputs of every second product and of attention cores (the policy of
-torchtitan for single operators), `full` recomputes whole blocks."""
+"""`selective` keeps the outputs of every second product, with its adapter, and of attention cores,
+as `runtime.recomputation` does (and torchtitan for single operators); `full` recomputes whole
+blocks."""
 DISPATCHERS = ("none", "all_to_all", "hierarchical", "all_gather")
 EXPERT_FORMATS = ("bf16", "fp32", "mxfp4", "fp8")
 

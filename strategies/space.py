@@ -45,9 +45,9 @@ FEATURES: Mapping[str, str] = {
     "offload": "optimizer states in host memory",
 }
 """What is priced, and used where it is allowed, in words."""
-RUN = frozenset({"hierarchical", "capacity", "copies"})
-"""What of these the runtime runs: two change where tokens are computed, capacity also by which
-experts, so none is used unasked."""
+RUN = frozenset({"hierarchical", "capacity", "copies", "selective"})
+"""What of these the runtime runs, and none of it unasked: two change where tokens are computed,
+capacity also by which experts, and no run has measured what selective recomputation is priced."""
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 """Tried where the global batch does not decide."""

@@ -190,12 +190,14 @@ def block_passes(
     if kind.visited_adapter:
         adapter = _adapters(kind, c, known, k)
         forward, backward = forward + adapter, backward + 2 * adapter
+        again = again + adapter / 2
     stored = expert_bytes(c, known.dtype_bytes)
     packed = stored < known.dtype_bytes
     if kind.routed_parameters and packed.any() and not full:
         unpack = kind.routed_parameters / c.ep * (stored + known.dtype_bytes) / moved_rate
         unpack = np.where(packed, unpack, 0.0)
         forward, backward = forward + unpack, backward + unpack
+        again = again + unpack / 2
     recomputed = np.where(c.recomputation == FULL, forward, 0.0)
     recomputed = np.where(c.recomputation == SELECTIVE, again, recomputed)
     return Passes(

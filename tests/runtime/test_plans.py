@@ -41,7 +41,6 @@ def test_hierarchical_dispatch_needs_several_whole_nodes(ep, size, fault):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("activation_checkpointing", "selective"),
         ("offload_optimizer", True),
         ("mapping", Mapping(shards_inside=True)),
     ],

@@ -25,6 +25,15 @@ CASES = {
     "fsdp4-ep2-checkpointing": {
         "plan": plan_for(4, ep=2, activation_checkpointing="full", gradient_accumulation=2)
     },
+    "replicate2-fsdp2-ep2-selective": {
+        "plan": plan_for(
+            4,
+            ep=2,
+            dp_replicate=2,
+            activation_checkpointing="selective",
+            gradient_accumulation=2,
+        )
+    },
     "fsdp4-ep4-starved": {"plan": plan_for(4, ep=4), "skew": True},
     "fsdp4-ep4-starved-allgather": {
         "plan": plan_for(4, ep=4, dispatcher="all_gather"),
@@ -40,6 +49,12 @@ CASES = {
         "plan": plan_for(4, ep=2, activation_checkpointing="full", expert_weight_format="mxfp4"),
         "model": "kimi-k3",
     },
+    "kimi-k3-packed-ep2-selective": {
+        "plan": plan_for(
+            4, ep=2, activation_checkpointing="selective", expert_weight_format="mxfp4"
+        ),
+        "model": "kimi-k3",
+    },
     # Continues from an adapter; ranks of their own, one factor A for the experts of a layer.
     "continued-shared-a-ep2": {
         "plan": plan_for(4, ep=2, activation_checkpointing="full"),
@@ -47,10 +62,19 @@ CASES = {
     },
     "continued-shared-a-ep4": {"plan": plan_for(4, ep=4), "model": "shared-a"},
     "expert-list-ep2": {"plan": plan_for(4, ep=2), "model": "unseen"},
+    "expert-list-ep2-selective": {
+        "plan": plan_for(4, ep=2, activation_checkpointing="selective"),
+        "model": "unseen",
+    },
     "expert-list-ep4-starved": {"plan": plan_for(4, ep=4), "model": "unseen", "skew": True},
     # Documents packed into rows, which the reference computes from the same rows.
     "packed-ep2-checkpointing": {
         "plan": plan_for(4, ep=2, activation_checkpointing="full", gradient_accumulation=2),
+        "model": "packed",
+        "packed": True,
+    },
+    "packed-ep2-selective": {
+        "plan": plan_for(4, ep=2, activation_checkpointing="selective"),
         "model": "packed",
         "packed": True,
     },
