@@ -2,7 +2,8 @@
 
 The folder is a copy of the model folder in which the bytes of adapted tensors are replaced, under
 the names and in the dtype that the checkpoint has. Experts are merged one by one, other tensors
-whole, so memory holds a few matrices whatever the size of the model.
+whole, so memory holds a few matrices whatever the size of the model. Where any of them is packed,
+all of the copy is unpacked first: a merged value is none that the format has.
 """
 
 from __future__ import annotations
@@ -25,47 +26,43 @@ from runtime.adapters import Adapted, adapted_weights
 from runtime.build import Documents, build_adapted
 from runtime.finished import command
 from runtime.peft_format import StoredAdapter
+from runtime.plain import write_plain
 from runtime.reader import Reader
 from runtime.weights import as_stored, conversion_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from analyzers.checkpoint import TensorInfo
-
 
 @torch.no_grad()
 def merge(documents: Documents, folder: Path, adapter: Path | None = None) -> int:
     """Writes the merged model to `folder`, which must not exist; returns how many tensors changed.
 
-    `adapter` is that of the run by default. Raises InputError for a base whose adapted tensors are
-    packed: a merged value would not be one that the format has.
+    `adapter` is that of the run by default. Raises InputError for a packed format that is not
+    unpacked here.
     """
     model = build_adapted(documents)
     base = Path(documents.job.model)
     stored = StoredAdapter(adapter or documents.run_dir / "adapter", model, documents.job.lora)
     reader = Reader(base)
     recipes = adapted_recipes(model, reader)
-    for recipe in recipes.values():
-        for source in recipe.names:
-            if (form := reader.tensors[source].format) not in PLAIN.values():
-                fault, fix = (
-                    f"stored as {form}, which a merged weight is not",
-                    "unpack the base first",
-                )
-                raise InputError(reader.where(source), field=source, fault=fault, fix=fix)
     if folder.exists():
         raise InputError(folder, fault="exists", fix="give a new folder")
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(base, partial)
+    sources = {reader.tensors[source] for r in recipes.values() for source in r.names}
+    if any(source.format not in PLAIN.values() for source in sources):
+        write_plain(reader, base, partial, model.dtype)  # type: ignore[arg-type]
+    else:
+        shutil.copytree(base, partial)
+    copied = Reader(partial)
     changed = set[str]()
     for name, weight in adapted_weights(model).items():
         recipe = recipes[name]
         for part, delta in _deltas(model, recipe, weight, stored):
             for source, values in origins(model, recipe, part, reader).back(delta).items():
                 row = part[0] if part and not recipe.by_expert else 0
-                _add(partial, reader.stored[source], row, values)
+                _add(copied, source, row, values)
                 changed.add(source)
     partial.rename(folder)
     return len(changed)
@@ -140,13 +137,13 @@ def origins(
     return Origins(names, shapes, positions)
 
 
-def _add(folder: Path, info: TensorInfo, row: int, delta: Tensor) -> None:
+def _add(copied: Reader, name: str, row: int, delta: Tensor) -> None:
     """Adds to the rows of a tensor of the copy from `row` on, in float32, and rounds once."""
-    path = folder / info.shard.name
-    base = Reader(path).rows(info.name, row, row + delta.shape[0])
+    info = copied.stored[name]
+    base = copied.rows(name, row, row + delta.shape[0])
     merged = (base.float() + delta).to(base.dtype)
     begin = info.begin + row * info.nbytes // info.shape[0]
-    with path.open("r+b") as file:
+    with info.shard.open("r+b") as file:
         os.pwrite(file.fileno(), merged.view(torch.uint8).numpy().tobytes(), begin)
 
 

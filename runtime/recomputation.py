@@ -100,7 +100,7 @@ class EverySecond:
             return generated(op) in self.cores
         schema = getattr(op, "_schema", None)
         names = [argument.name for argument in schema.arguments] if schema else []
-        given = dict(zip(names, args, strict=False)) | kwargs
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
         return not given.get("dropout_p")
 
 

@@ -19,7 +19,7 @@ from runtime.merge import merge
 from runtime.peft_format import save_adapter
 from runtime.weights import digest
 from strategies.schema import Lora, LoraTarget
-from tests.runtime.runs import EXAMPLES, job_for, plan_for, save_small
+from tests.runtime.runs import job_for, plan_for, save_small
 
 CPU = torch.device("cpu")
 EVERYWHERE = [t for t in get_args(LoraTarget) if t != "latent_projection"]
@@ -162,12 +162,3 @@ def test_an_adapter_that_is_not_the_job_s_is_refused(run, change, message):
     lora = replace(documents.job.lora, init_from=str(folder), **change)
     with pytest.raises(InputError, match=message):
         build_model(with_lora(documents, lora), CPU, dtype=torch.float32, sharded=False)
-
-
-def test_merging_into_packed_weights_is_refused(tmp_path):
-    packed = EXAMPLES / "models" / "tiny-kimi-k3"
-    documents = Documents(tmp_path, job_for(packed), plan_for(1), analyze(packed))
-    save_adapter(trained(documents), documents.job, tmp_path / "adapter")
-    with pytest.raises(InputError, match=r"stored as mxfp4.*unpack the base first"):
-        merge(documents, tmp_path / "merged")
-    assert not (tmp_path / "merged").exists()
