@@ -224,7 +224,7 @@ def prepare(documents: Documents, device: torch.device) -> Training:
     total, ranks = sum(p.numel() for p in model.parameters()), dist.get_world_size()
     say(f"{trained:,} trainable of {total:,} parameters on {ranks} ranks")
     if (ep := plan.parallelism.ep) > 1:
-        how = f"{plan.dispatcher}, collectives of {dist.get_backend()}"
+        how = f"{plan.dispatcher} over {dist.get_backend()}'s collectives, not symmetric memory"
         say(f"experts on {ep} ranks; tokens by {how}")
     run = Run(
         seed=job.seed,

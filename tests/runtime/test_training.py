@@ -60,6 +60,8 @@ def test_the_loss_falls_by_more_than_half_on_the_shipped_task(trained):
     assert len(losses) == STEPS
     assert losses[-1] < losses[0] / 2
     assert sum(line.startswith("step ") for line in lines) == STEPS  # rank 0 alone speaks
+    how = "all_to_all over gloo's collectives, not symmetric memory"
+    assert f"experts on 2 ranks; tokens by {how}" in lines
 
 
 def test_metrics_count_labelled_and_routed_tokens(trained):
