@@ -7,7 +7,7 @@ over `efsdp`; everything else over `fsdp`. `dp_replicate` copies the whole arran
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -198,10 +198,21 @@ def _own_experts(name: str, experts: Any, mesh: DeviceMesh) -> None:
         experts.register_parameter(key, made)
 
 
+def apply_capacity(model: Any, plan: Plan, *, alone: bool = False) -> None:
+    """Gives the experts of a model that has no limit that of `plan`; `alone` where it is whole in
+    one process."""
+    for name, limiter in limit_experts(model, plan).items():
+        experts = model.get_submodule(name)
+        limit = _limit(plan, limiter)
+        experts.dispatcher = Local(limit) if alone else replace(experts.dispatcher, limit=limit)
+
+
+def _limit(plan: Plan, limiter: Limiter) -> Limit:
+    return Limit(plan.micro_batch_size * plan.sequence_length, limiter.capacity)
+
+
 def _dispatcher(plan: Plan, meshes: Meshes, limiter: Limiter | None) -> Dispatcher:
-    limit = None
-    if limiter is not None:
-        limit = Limit(plan.micro_batch_size * plan.sequence_length, limiter.capacity)
+    limit = _limit(plan, limiter) if limiter is not None else None
     if plan.parallelism.ep == 1:
         return Local(limit)
     if meshes.nodes is not None:

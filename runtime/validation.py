@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from dataclasses import dataclass, field, replace
@@ -18,11 +19,13 @@ from runtime.adapters import adapter_parameters
 from runtime.build import Documents, build_dataset, build_model, dtype_of, say
 from runtime.checkpoints import load_checkpoint, save_checkpoint
 from runtime.checks import FLOAT32_TOLERANCE, Worst, check, distance
+from runtime.experts.copies import Balancer
 from runtime.operators import operators_vs_reference
 from runtime.optim import build_optimizer, clip_gradients
 from runtime.packing import Batch, Dataset, Row, micro_batches
 from runtime.peft_format import save_adapter
 from runtime.schema import Check, ValidationReport
+from runtime.sharding import apply_capacity
 from runtime.shards import whole
 from runtime.step import StepResult, forward_backward
 from runtime.tokens import Example
@@ -52,6 +55,8 @@ class Proof:
     """The same model whole in one process; on rank 0 alone, None where it does not fit."""
     checks: list[Check] = field(default_factory=list)
     not_kept: list[str] = field(default_factory=list)
+    capacity: Capacity = field(default_factory=Capacity)
+    """Of the plan; what `documents` say has none."""
 
     @property
     def rank(self) -> int:
@@ -87,6 +92,7 @@ class Proof:
 def validate_rank(documents: Documents, device: torch.device) -> None:
     """Runs all proofs and writes `validation.json` from rank 0."""
     torch.manual_seed(documents.job.seed)
+    capacity = documents.plan.capacity
     documents, not_kept = _shortened(documents)
     dataset, pad = _dataset(documents)
     model = build_model(documents, device, dtype=FLOAT32)
@@ -95,6 +101,7 @@ def validate_rank(documents: Documents, device: torch.device) -> None:
     if fits and dist.get_rank() == 0:
         reference = build_model(documents, device, dtype=FLOAT32, sharded=False)
     proof = Proof(documents, device, dataset, pad, model, reference, not_kept=not_kept)
+    proof.capacity = capacity
     if not fits:
         proof.not_kept += _need_the_whole_model(documents)
     stock = _weights(proof, fits)
@@ -104,6 +111,7 @@ def validate_rank(documents: Documents, device: torch.device) -> None:
     _zero_token_expert(proof)
     say("memory")
     proof.checks.append(checks.state_memory(model, optimizer, documents.plan, FLOAT32))
+    _capacity(proof)  # last: from here on both models have the limit
     if dist.get_rank() == 0:
         _write(proof)
     dist.barrier()
@@ -125,10 +133,8 @@ def _shortened(documents: Documents) -> tuple[Documents, list[str]]:
     if plan.compute_dtype != "float32":
         changed.append(f"dtype: proved in float32, trained in {plan.compute_dtype}")
     if plan.capacity.factor is not None:
-        # It makes a token depend on those beside it, so no two arrangements agree.
-        changed.append(f"capacity: no limit on experts instead of {plan.capacity.factor:g}")
-    if plan.expert_copies:
-        changed.append("copies of experts: none is placed in so few steps")
+        # It makes a token depend on those beside it: only one check can have it.
+        changed.append("capacity: no limit on experts but in the check of that name")
     lora = documents.job.lora
     if lora.dropout:
         changed.append(f"dropout: proved without, trained with {lora.dropout}")
@@ -221,6 +227,7 @@ def _ep_invariance(proof: Proof) -> Any:
     start = {n: whole(p) for n, p in adapters.items()}
     folder = documents.run_dir / "validate" / "checkpoints"
     result, limit = None, 0.0
+    balancer = Balancer(proof.model, documents.plan, interval=1)
     for step in range(STEPS):
         result = proof.step(step)
         expected = proof.reference_step(step)
@@ -253,6 +260,8 @@ def _ep_invariance(proof: Proof) -> Any:
             updates.add(f"{name} in step {step + 1}", apart)
             twin.data.copy_(moved[name])
         start = moved
+        if step < STEPS - 1:  # the last step is repeated, with the copies that it had
+            balancer.after_step(result.tokens_per_expert)
         say(f"step {step + 1}/{STEPS} loss {result.loss:.6f} norm {norm:.6f}")
         if step == STEPS - 2:
             if dist.get_world_size() > 1:
@@ -265,6 +274,8 @@ def _ep_invariance(proof: Proof) -> Any:
         for what, worst in zip(INVARIANT, (losses, gradients, norms, updates), strict=True):
             proof.checks.append(_invariance(what, worst))
     proof.checks.append(checks.adapters_moved(proof.model, before, STEPS))
+    if documents.plan.expert_copies and not any(m.copies.placement for m in balancer.layers):
+        proof.not_kept.append("copies of experts: so even a load places none")
     _resume(proof, adapters, config, limit)
     _balance(proof, result)
     return optimizer
@@ -360,8 +371,51 @@ def _zero_token_expert(proof: Proof) -> None:
             expected = proof.reference_step(0)
         loss = expected.loss if expected is not None else None
     proof.checks.append(checks.zero_token_expert(proof.model, result.loss, loss, experts.top_k))
-    for parameter in adapter_parameters(proof.model).values():
-        parameter.grad = None
+    for model in (proof.model, proof.reference):
+        for parameter in adapter_parameters(model).values() if model is not None else ():
+            parameter.grad = None
+
+
+def _capacity(proof: Proof) -> None:
+    """One step with the plan's limit on experts beside one process that takes each rank's tokens as
+    a group of its own, as they are there."""
+    if proof.capacity.factor is None:
+        return
+    say("the limit on experts")
+    plan = replace(proof.documents.plan, capacity=proof.capacity)
+    apply_capacity(proof.model, plan)
+    result = proof.step(0)
+    adapters = adapter_parameters(proof.model)
+    full = {n: whole(p.grad) for n, p in adapters.items() if p.grad is not None}
+    if proof.reference is None:
+        if proof.rank == 0:
+            proof.not_kept.append("capacity: the whole model does not fit in one process here")
+        return
+    apply_capacity(proof.reference, plan, alone=True)
+    expected = proof.reference_step(0)
+    assert expected is not None
+    worst = Worst()
+    worst.add("loss", abs(result.loss - expected.loss) / abs(expected.loss))
+    for name, twin in adapter_parameters(proof.reference).items():
+        if twin.grad is not None:
+            found = full.get(name)
+            worst.add(name, math.inf if found is None else distance(found, twin.grad.cpu()))
+    alike = result.tokens_per_expert == expected.tokens_per_expert
+    overflow, routed = sum(result.overflow), sum(map(sum, result.tokens_per_expert))
+    proof.checks.append(
+        check(
+            "capacity",
+            alike and worst.within(FLOAT32_TOLERANCE),
+            worst.value,
+            0.0,
+            tolerance=FLOAT32_TOLERANCE,
+            detail=f"{plan.capacity.factor:g}, {plan.capacity.overflow}: loss and "
+            f"{worst.count - 1} gradients beside one process that has each rank's tokens as a "
+            f"group, worst {worst.where}; tokens of every expert "
+            f"{'alike' if alike else 'differ'}; {overflow:,} of {overflow + routed:,} choices "
+            "found no room",
+        )
+    )
 
 
 def _write(proof: Proof) -> None:

@@ -11,7 +11,7 @@ from analyzers import analyze
 from analyzers.documents import read_document
 from analyzers.errors import ProofError
 from runtime.schema import ValidationReport
-from strategies.schema import Lora, LoraTarget
+from strategies.schema import Capacity, Lora, LoraTarget
 from tests.runtime.runs import EXAMPLES, plan_for, write_kernels, write_run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -143,3 +143,24 @@ def test_the_report_is_plain_json(report):
     from analyzers.documents import to_json
 
     assert json.loads(to_json(report))["world_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"expert_copies": 1}, None),
+        ({"capacity": Capacity(factor=1.0, overflow="reroute")}, "found no room"),
+    ],
+    ids=["copies", "capacity"],
+)
+def test_what_moves_tokens_between_experts_is_proved(
+    tmp_path, small_model, small_analysis, changes, said
+):
+    lora = Lora(targets=["attention", "routed_experts"])
+    write_run(tmp_path, small_model, plan_for(2, ep=2, **changes), small_analysis, lora=lora)
+    report = runtime.validate(tmp_path)
+    assert report.passed
+    assert not any("copies" in line for line in report.not_kept)
+    details = [c.detail for c in report.checks if c.name == "capacity"]
+    assert len(details) == (said is not None)
+    assert said is None or said in details[0]
