@@ -129,7 +129,8 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        fan = Fan(*ctx.saved_tensors, ctx.padded)
+        source, by_source, offsets = ctx.saved_tensors
+        fan = Fan(source, by_source, offsets, ctx.padded)
         return fan.sums(grad, None, ctx.dtype), None
 
 
@@ -218,8 +219,8 @@ class Pairs:
         the last expert make up the rest: nothing needs to know how many there are."""
         if kernels.order is not None:
             found = kernels.order(ids_RK, experts, size=size, padded=padded)
-            choice_P, *fan, offsets_L = found
-            return cls(offsets_L, choice_P, Fan(*fan, padded))
+            choice_P, source, by_source, offsets, offsets_L = found
+            return cls(offsets_L, choice_P, Fan(source, by_source, offsets, padded))
         rows, choices = ids_RK.shape
         ids = ids_RK.reshape(-1)
         # What is not computed here sorts to the end.

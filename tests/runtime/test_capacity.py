@@ -133,10 +133,10 @@ def test_a_kernel_gives_the_same_to_the_last_bit(candidates, tmp_path):
     valid = torch.arange(64) % 5 > 0
     kernels = row_kernels(tmp_path)
     found = []
-    for given in (TORCH, kernels):
+    for rows in (TORCH, kernels):
         twin = weights.clone().requires_grad_()
         limit = limiter(experts=8, candidates=candidates, capacity=9)
-        ids, scaled = limit(index, twin, valid, given)
+        ids, scaled = limit(index, twin, valid, rows)
         scaled.square().sum().backward()
         found.append((ids, scaled.detach(), twin.grad))
     assert bool((found[0][0] == 8).any())
