@@ -212,6 +212,20 @@ def test_float32_routers_choose_as_torch_does(kernels):
     assert weights.dtype == torch.float32
 
 
+def test_each_weight_has_a_gradient_of_its_own(kernels):
+    # Liger-Kernel#968: a gradient from above that is not the same everywhere.
+    logits = torch.randn(5, 12, generator=torch.Generator().manual_seed(3), requires_grad=True)
+    weights, ids = kernels["moe_route"](logits, 3, score="sigmoid")
+    above = torch.zeros_like(weights)
+    above[2, 1] = 7.0
+    (got,) = torch.autograd.grad(weights, logits, above)
+    want = torch.zeros_like(logits)
+    s = logits.detach()[2, ids[2, 1]].sigmoid()
+    want[2, ids[2, 1]] = 7 * s * (1 - s)
+    torch.testing.assert_close(got, want)
+    assert int((got != 0).sum()) == 1
+
+
 @pytest.mark.parametrize(
     ("operator", "call", "message"),
     [
