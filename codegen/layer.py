@@ -36,11 +36,13 @@ class LayerSpec(Member):
     limits: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Smallest and largest value by attribute of the operator; the kernel is rendered for it."""
     tiles: dict[str, dict[str, RowTile]]
-    """By Triton target (`none` where there is no compiler, `default` for the others) and kernel."""
+    """By processor or Triton target (`none` where there is no compiler, `default` for the others)
+    and kernel."""
 
     def tile(self, backend: Backend) -> dict[str, RowTile]:
-        target = backend.triton.backend if backend.triton else "none"
-        return self.tiles.get(target, self.tiles["default"])
+        triton = backend.triton
+        names = (triton.arch_name, triton.backend, "default") if triton else ("none",)
+        return next(self.tiles[name] for name in names if name in self.tiles)
 
     @property
     def rendered_for(self) -> list[str]:
@@ -72,4 +74,5 @@ FAMILIES = {
     "gated_norm": LayerSpec,
     "moe_route": LayerSpec,
     "grouped_lora": LayerSpec,
+    "sparse_topk": LayerSpec,
 }

@@ -34,6 +34,8 @@ class Library:
     by its own name."""
     least: str = "0"
     """First version that is right."""
+    same_widths: bool = False
+    """Values must be as wide as keys."""
     guarded: bool = False
     """Its backward is wrong on Hopper with Triton from 3.4 to below 3.7.1, and refuses there
     (fla-org/flash-linear-attention#640: wrong dk)."""
@@ -66,6 +68,17 @@ LIBRARIES = {
         distributions=("mamba-ssm",),
         function="mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined",
         callers=("mamba2_chunk_scan",),
+    ),
+    "sparse_attention": Library(
+        package="attn_gym",
+        distributions=("attn-gym",),
+        function="attn_gym.sparse.gather_attn",
+        same_widths=True,
+    ),
+    "indexer": Library(
+        package="attn_gym",
+        distributions=("attn-gym",),
+        function="attn_gym.sparse.lightning_indexer",
     ),
 }
 
@@ -178,6 +191,9 @@ def _fault(library: Library, operator: Operator, backend: Backend) -> tuple[str,
     name = library.function.rpartition(".")[2]
     if site is not None and site.function not in (*library.callers, name):
         return f"{site.module_class} does not call {name}", query
+    widths = [operator.attributes.get(n) for n in ("key_dim", "value_dim")]
+    if library.same_widths and widths[0] != widths[1]:
+        return f"{version} has values as wide as keys, not {widths[0]} and {widths[1]}", query
     hopper = backend.triton.backend == "cuda" and backend.triton.arch == HOPPER
     triton = _version("triton") or "0"
     if library.guarded and hopper and _is_guarded(triton):

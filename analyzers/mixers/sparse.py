@@ -12,9 +12,12 @@ from analyzers.mixers.attention import (
     reach,
     variant,
 )
-from analyzers.mixers.mixer import Attributes, Mixer, first_of, has
+from analyzers.mixers.mixer import Attributes, Mixer, first_of, has, whole
+from analyzers.schema import Site
 
 OPERATOR = "sparse_attention"
+SPELT_OUT = {"DeepseekV32Attention", "GlmMoeDsaAttention"}
+"""Classes whose forward projects, rotates, selects and attends in this way and no other."""
 
 
 def is_sparse_attention(module: Any) -> bool:
@@ -35,7 +38,8 @@ def sparse_attention(module: Any, config: Any) -> Mixer:
         attributes = heads(module, config) | variant(module, config)
     index = getattr(module, "indexer", None)
     if index is None:
-        return Mixer("sparse_topk", OPERATOR, attributes | {"top_k": int(config.index_topk)})
+        attributes |= {"top_k": int(config.index_topk)}
+        return Mixer("sparse_topk", OPERATOR, attributes, site=_site(module))
     if has(index, "topk_blocks", "block_size"):  # MiniMax-M3: all keys scored, blocks kept
         attributes |= _indexer(index, config, index.topk_blocks * index.block_size)
         attributes["block_size"] = index.block_size
@@ -45,7 +49,13 @@ def sparse_attention(module: Any, config: Any) -> Mixer:
     pool = first_of(index, "index_kpool", "compress_ratio")
     if pool is not None and pool > 1:
         attributes["index_pool"] = int(pool)
-    return Mixer("sparse_topk", OPERATOR, attributes)
+    return Mixer("sparse_topk", OPERATOR, attributes, site=_site(module))
+
+
+def _site(module: Any) -> Site | None:
+    """The module itself, where its whole forward is known."""
+    known = any(base.__name__ in SPELT_OUT for base in type(module).__mro__)
+    return whole(module) if known else None
 
 
 def _indexer(index: Any, config: Any, top_k: int) -> Attributes:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from codegen.sites.calls import attention
 from codegen.sites.kernels import Kernels
 from codegen.sites.packing import document_limits
+from codegen.sites.sparse import latent_attention
 
 
 def lightning(kernels: Kernels) -> Callable:
@@ -137,5 +138,6 @@ def is_delta_attention(module: Any) -> bool:
 FORWARDS: dict[str, Callable[[Kernels], Callable]] = {
     "gated_rms_norm": gated_rms_norm,
     "lightning": lightning,
+    "sparse_attention": latent_attention,
 }
 """By the name of the operator."""
