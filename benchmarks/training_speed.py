@@ -10,6 +10,8 @@ are adapted, every layer is recomputed in backward, each step ends with a clippe
 Each peer runs in processes of its own. The losses of the first step, where no adapter changes
 anything yet, must agree before a time is reported. `stock` is transformers with PEFT and, where it
 is installed, flash-linear-attention, as its documentation sets them up; it runs on one device.
+With --alone one process plays rank 0 of --ranks: its memory, and its step without communication, on
+one device (`loopback.py`).
 """
 
 from __future__ import annotations
@@ -114,6 +116,7 @@ def token_batches(args: argparse.Namespace, vocabulary: int, rank: int) -> Calla
 
 def ours(args: argparse.Namespace) -> dict[str, Any]:
     """One rank of our runtime, from the documents that `adapt` would write."""
+    import loopback
     import torch.distributed as dist
     from attention.layer import unproved_kernels
 
@@ -161,7 +164,8 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
         plan = replace(plan, activation_checkpointing="full", gradient_accumulation=1)
         predicted = predict(make_problem(analysis, cluster, job).work, cluster, plan)
         documents = Documents(Path(folder), job, plan, analysis)
-        with process_group() as device:
+        group = loopback.process_group(args.ranks) if args.alone else process_group()
+        with group as device:
             model = build_adapted(documents, dtype=dtype_of(plan))
             use_fused_norms(model)
             parallelize(model, plan)
@@ -330,7 +334,7 @@ PEERS = {"ours": ours, "stock": stock}
 def run_peer(args: argparse.Namespace, peer: str, folder: Path) -> dict[str, Any]:
     """Starts the peer's ranks; what rank 0 found, or the end of what it said."""
     result = folder / f"{peer}.json"
-    ranks = args.ranks if peer == "ours" else 1
+    ranks = args.ranks if peer == "ours" and not args.alone else 1
     forwarded = []
     for name, value in vars(args).items():
         option = f"--{name.replace('_', '-')}"
@@ -364,6 +368,7 @@ def main() -> int:
     p.add_argument("--tokens", type=int, default=4096)
     p.add_argument("--rank", type=int, default=16, help="of the adapters")
     p.add_argument("--ranks", type=int, default=1, help="devices of ours")
+    p.add_argument("--alone", action="store_true", help="one process plays rank 0 of the others")
     p.add_argument("--ep", type=int, default=1)
     p.add_argument("--replicate", type=int, default=1, help="copies of the model")
     p.add_argument("--steps", type=int, default=10)
