@@ -157,8 +157,9 @@ def _fill_computed_buffers(model: PreTrainedModel, loaded: set[str]) -> None:
         buffer._is_hf_initialized = False  # type: ignore[attr-defined]
         if buffer.is_floating_point():
             buffer.fill_(float("nan"))
-    for module in model.modules():
-        module._is_hf_initialized = False  # type: ignore[assignment]  # read: look at its tensors
+    around = {""} | {n[:i] for n in computed for i, c in enumerate(n) if c == "."}
+    for name, module in model.named_modules():
+        module._is_hf_initialized = name not in around  # type: ignore[assignment]
     with own_classes(model):  # transformers looks at less in code that is not its own
         model.initialize_weights()
     for name, buffer in computed.items():
