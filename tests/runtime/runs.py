@@ -158,7 +158,7 @@ def save_qwen(folder, *, experts=0):
     return folder
 
 
-def torchrun(ranks, *arguments, timeout=300):
+def torchrun(ranks, *arguments, timeout=560):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), *map(str, arguments)]
     # A script's own folder is its path; the ranks find the project also where it isn't installed.
