@@ -10,10 +10,12 @@ from pathlib import Path
 
 import torch
 
+from analyzers.backends import load_backend
 from codegen.build import subject_of
 from codegen.family import FLOORS, Strategy
 from codegen.load import import_file
-from codegen.members import load_specs
+from codegen.members import load_members, load_specs
+from codegen.render import render
 from codegen.schema import Gate
 from codegen.verify.cases import Case, Shape, all_cases, make_inputs, run
 from codegen.verify.judge import Judge, errors_of
@@ -40,6 +42,27 @@ def subject(
         text = text.replace(old, new)
     path.write_text(text, encoding="utf-8")
     return subject_of(rendered, load_specs()[member], folder)
+
+
+def written(folder: Path, operator: str, *changes: tuple[str, str], backend: str = "cpu"):
+    """The kernel of an operator without widths of its own; its module is changed as above."""
+    spec = load_members()[operator]
+    made = render(spec, load_backend(backend), {})
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in made.files.items():
+        for old, new in changes if name == made.module else ():
+            assert old in text, f"the kernels have no {old!r} any more"
+            text = text.replace(old, new)
+        (folder / name).write_text(text, encoding="utf-8")
+    return subject_of(made, spec, folder)
+
+
+def assert_refused(gates) -> None:
+    """For what a kernel computes or overwrites, not because it does not run."""
+    assert failed(gates)
+    for gate in gates:
+        if gate.name.startswith("accuracy"):
+            assert gate.measured is not None or gate.detail == DIED
 
 
 def failed(gates) -> list[str]:

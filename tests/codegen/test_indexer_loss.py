@@ -7,32 +7,21 @@ import pytest
 import torch
 
 from analyzers.backends import load_backend
-from codegen.build import subject_of
 from codegen.load import import_file
 from codegen.members import load_members
 from codegen.render import render
 from codegen.verify.harness import compile_for, run_on
 from tests.codegen.kernel_samples import check_style
-from tests.codegen.proofs import DIED, Forks, failed
+from tests.codegen.proofs import Forks, assert_refused, failed, written
 
-SPEC = load_members()["indexer_loss"]
+OPERATOR = "indexer_loss"
+SPEC = load_members()[OPERATOR]
 INTERPRETED = "usual", "packed documents", "more heads than a program holds", "no places"
-
-
-def write(folder, backend="cpu", change=("", "")):
-    made = render(SPEC, load_backend(backend), {})
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in made.files.items():
-        if change[0] and name == made.module:
-            assert change[0] in text, f"the kernels have no {change[0]!r} any more"
-            text = text.replace(*change)
-        (folder / name).write_text(text, encoding="utf-8")
-    return subject_of(made, SPEC, folder)
 
 
 @pytest.fixture(scope="module")
 def module(tmp_path_factory):
-    subject = write(tmp_path_factory.mktemp("loss"))
+    subject = written(tmp_path_factory.mktemp("loss"), OPERATOR)
     return import_file(subject.module, "indexer_loss_tested")
 
 
@@ -40,18 +29,18 @@ def module(tmp_path_factory):
 def forks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("forks")
     with Forks(folder, interpret=True) as forks:
-        assert not failed(forks.gates(write(folder), ("one token",)))
+        assert not failed(forks.gates(written(folder, OPERATOR), ("one token",)))
         yield forks
 
 
 def test_all_gates_pass_on_a_cpu(tmp_path):
-    gates = run_on(write(tmp_path), "cpu", dtypes=["float32", "bfloat16"])
+    gates = run_on(written(tmp_path, OPERATOR), "cpu", dtypes=["float32", "bfloat16"])
     assert not failed(gates)
     assert len(gates) > 35
 
 
 def test_the_kernels_pass_in_the_interpreter(forks, tmp_path):
-    gates = forks.gates(write(tmp_path), INTERPRETED)
+    gates = forks.gates(written(tmp_path, OPERATOR), INTERPRETED)
     assert not failed(gates)
     assert len(gates) > len(INTERPRETED)
 
@@ -80,12 +69,8 @@ CASES = {"21 heads": "more heads than a program holds"}
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_kernel_is_refused(name, forks, tmp_path):
     right, wrong, case = MUTATIONS[name]
-    gates = forks.gates(write(tmp_path, change=(right, wrong)), (CASES.get(case, case),))
-    assert failed(gates)
-    # Refused for what it computes or overwrites, not because it does not run.
-    for gate in gates:
-        ran = gate.measured is not None or gate.detail == DIED
-        assert ran or not gate.name.startswith("accuracy")
+    gates = forks.gates(written(tmp_path, OPERATOR, (right, wrong)), (CASES.get(case, case),))
+    assert_refused(gates)
 
 
 def given(**change):
@@ -135,13 +120,13 @@ def test_scores_that_agree_with_attention_have_no_loss(module):
 @pytest.mark.parametrize("backend", ["cpu", "h200"])
 def test_rendered_files_are_stable_and_formatted(backend, tmp_path):
     assert render(SPEC, load_backend(backend), {}) == render(SPEC, load_backend(backend), {})
-    write(tmp_path, backend)
+    written(tmp_path, OPERATOR, backend=backend)
     check_style(tmp_path)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_all_gates_pass_on_the_device(tmp_path):
-    subject = write(tmp_path, "h200")
+    subject = written(tmp_path, OPERATOR, backend="h200")
     gates = [*run_on(subject, "device", "cuda"), *compile_for(subject, load_backend("h200"))]
     assert not failed(gates)
