@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from analyzers.backends import load_backend
-from codegen.build import subject_of
 from codegen.load import import_file
 from codegen.members import find_spec, load_members
 from codegen.render import render
 from codegen.verify.harness import compile_for, run_on
 from tests.codegen.kernel_samples import check_style
-from tests.codegen.proofs import failed, gates_of
+from tests.codegen.proofs import failed, gates_of, written
 
-SPEC = load_members()["grouped_lora"]
+OPERATOR = "grouped_lora"
+SPEC = load_members()[OPERATOR]
 INTERPRETED = [
     "usual",
     "shared first factor",
@@ -25,31 +25,20 @@ INTERPRETED = [
 ]
 
 
-def write(folder, backend="cpu", *changes):
-    folder.mkdir(parents=True, exist_ok=True)
-    made = render(SPEC, load_backend(backend), {})
-    for name, text in made.files.items():
-        for old, new in changes if name == made.module else ():
-            assert old in text, f"the kernels have no {old!r} any more"
-            text = text.replace(old, new)
-        (folder / name).write_text(text, encoding="utf-8")
-    return subject_of(made, SPEC, folder)
-
-
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
-    subject = write(tmp_path_factory.mktemp("grouped"))
+    subject = written(tmp_path_factory.mktemp("grouped"), OPERATOR)
     return import_file(subject.module, "grouped_lora_under_test").grouped_lora
 
 
 def test_all_gates_pass_on_a_cpu(tmp_path):
-    gates = run_on(write(tmp_path), "cpu")
+    gates = run_on(written(tmp_path, OPERATOR), "cpu")
     assert not failed(gates)
     assert len(gates) > 90
 
 
 def test_the_kernels_pass_in_the_interpreter(tmp_path):
-    gates = run_on(write(tmp_path), "interpreter", cases=INTERPRETED)
+    gates = run_on(written(tmp_path, OPERATOR), "interpreter", cases=INTERPRETED)
     assert not failed(gates)
     assert len(gates) > len(INTERPRETED)
 
@@ -117,9 +106,9 @@ MUTATIONS = {
 
 
 def test_wrong_kernels_are_refused(tmp_path):
-    subjects = [write(tmp_path / "right"), *(
-        write(tmp_path / str(n), "cpu", change[:2]) for n, change in enumerate(MUTATIONS.values())
-    )]  # fmt: skip
+    subjects = [written(tmp_path / "right", OPERATOR)]
+    for n, change in enumerate(MUTATIONS.values()):
+        subjects.append(written(tmp_path / str(n), OPERATOR, change[:2]))
     cases = [tuple({change[2] for change in MUTATIONS.values()})]
     cases += [(change[2],) for change in MUTATIONS.values()]
     right, *wrong = gates_of(tmp_path, subjects, cases, interpret=True)
@@ -180,13 +169,13 @@ def test_it_is_the_kernel_of_experts():
 @pytest.mark.parametrize("backend", ["cpu", "h200"])
 def test_rendered_files_are_stable_and_formatted(backend, tmp_path):
     assert render(SPEC, load_backend(backend), {}) == render(SPEC, load_backend(backend), {})
-    write(tmp_path, backend)
+    written(tmp_path, OPERATOR, backend=backend)
     check_style(tmp_path)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_all_gates_pass_on_the_device(tmp_path):
-    subject = write(tmp_path, "h200")
+    subject = written(tmp_path, OPERATOR, backend="h200")
     gates = [*run_on(subject, "device", "cuda"), *compile_for(subject, load_backend("h200"))]
     assert not failed(gates)
